@@ -1,0 +1,29 @@
+"""DFlash for Hugging Face: block-parallel draft models that make a language model answer several times sooner."""
+
+from transformers import AutoConfig, AutoModel
+
+from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
+from .configuration_dflash import DFlashConfig
+from .modeling_dflash import DFlashBody, DFlashDraftModel, UntiedDraftError
+from .trainer import DFlashTrainer
+from .training_args import DFlashTrainingArguments
+
+# exist_ok: the day transformers has a `dflash` of its own, this import still works.
+AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
+AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
+# A saved draft carries its two source files, so that `trust_remote_code` users need no installation.
+DFlashConfig.register_for_auto_class()
+DFlashDraftModel.register_for_auto_class("AutoModel")
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DFlashBatchPlan",
+    "DFlashBody",
+    "DFlashConfig",
+    "DFlashDraftModel",
+    "DFlashTrainer",
+    "DFlashTrainingArguments",
+    "UntiedDraftError",
+    "build_dflash_batch_plan",
+]

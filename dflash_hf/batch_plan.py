@@ -1,0 +1,253 @@
+"""Which blocks a batch trains on: anchors, slots and their validity, decided before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+MIX_MODULUS = 2147483647
+MIX_FACTOR = 73244475
+MAX_SAMPLE_ID = 2**53 - 1
+
+
+@dataclass(frozen=True)
+class DFlashBatchPlan:
+    """
+    The blocks of one batch: `N = rows * anchors_per_sample` of them, row-major, `B = gamma + 1` slots each.
+
+    Args:
+        sample_rows (`torch.LongTensor` of shape `[N]`): row each block belongs to.
+        anchor_ids (`torch.LongTensor` of shape `[N]`): the number each anchor was drawn from.
+        anchor_positions (`torch.LongTensor` of shape `[N]`): column of the anchor; 0 where the block is invalid.
+        trunk_lengths (`torch.LongTensor` of shape `[N]`): valid tokens strictly before the anchor (of its document).
+        query_positions (`torch.LongTensor` of shape `[N, B]`): anchor + slot; 0 where the block is invalid.
+        label_positions (`torch.LongTensor` of shape `[N, B]`): equal to `query_positions`: a slot predicts its own
+            position. A slot past the end of the row is never valid, so clamp before gathering.
+        block_valid (`torch.BoolTensor` of shape `[N]`): the row had a window for this block.
+        slot_valid (`torch.BoolTensor` of shape `[N, B]`): the slot holds a real token of the block.
+        loss_mask (`torch.BoolTensor` of shape `[N, B]`): the slot carries loss; never slot 0.
+    """
+
+    sample_rows: torch.Tensor
+    anchor_ids: torch.Tensor
+    anchor_positions: torch.Tensor
+    trunk_lengths: torch.Tensor
+    query_positions: torch.Tensor
+    label_positions: torch.Tensor
+    block_valid: torch.Tensor
+    slot_valid: torch.Tensor
+    loss_mask: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        """Slots a block, the anchor included."""
+        return self.query_positions.shape[1]
+
+
+def mix(values: torch.Tensor) -> torch.Tensor:
+    """
+    Scramble non-negative integers below 2**62; equal inputs give equal outputs on every device.
+
+    Args:
+        values (`torch.LongTensor`): any shape.
+
+    Returns:
+        `torch.LongTensor` of the same shape, in `0 … 2**31 - 1`.
+
+    Example:
+
+    ```python
+    >>> mix(torch.tensor([0, 1, 17])).tolist()
+    [0, 827029893, 84124513]
+
+    ```
+    """
+    values = values % MIX_MODULUS
+    for _ in range(2):
+        values = ((values ^ (values >> 16)) * MIX_FACTOR) % MIX_MODULUS
+    return values ^ (values >> 16)
+
+
+def build_dflash_batch_plan(
+    token_valid_mask: torch.Tensor,
+    sample_ids: torch.Tensor,
+    *,
+    anchors_per_sample: int,
+    gamma: int,
+    optimizer_step: int,
+    seed: int,
+    supervised_mask: torch.Tensor | None = None,
+    segment_ids: torch.Tensor | None = None,
+    replacement: bool = True,
+    partial_windows: bool = False,
+) -> DFlashBatchPlan:
+    """
+    Choose the blocks of a batch from masks, ids, step and seed alone.
+
+    A row's anchors do not depend on the other rows, their order, the rank or a resume. Rows with equal ids and masks
+    get equal anchors, so every row needs an id of its own. Nothing here synchronises with the device.
+
+    Args:
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`):
+            True at real tokens. It says what may be seen; it is not the mask of what carries loss.
+        sample_ids (`torch.LongTensor` of shape `[R]`):
+            One id a row, `0 … 2**53 - 1`.
+        anchors_per_sample (`int`):
+            Blocks a row.
+        gamma (`int`):
+            Draft slots a block: `block_size - 1`.
+        optimizer_step (`int`):
+            Completed optimizer steps.
+        seed (`int`):
+            Seed of the run.
+        supervised_mask (`torch.BoolTensor` of shape `[R, S]`, *optional*):
+            True at labels that carry loss. An anchor then needs a supervised next token, and supervision in a block
+            stops at the first unsupervised label. All labels carry loss if unset.
+        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*):
+            Document of each token in packed rows; a block and its context stay in one document.
+        replacement (`bool`, defaults to `True`):
+            Draw anchors independently, so that they may repeat. With `False` they are distinct and in ascending
+            order; a row with fewer windows than anchors uses each once and leaves the other blocks invalid.
+        partial_windows (`bool`, defaults to `False`):
+            Allow blocks that run past the end of the valid tokens; their missing slots are invalid.
+
+    Returns:
+        [`DFlashBatchPlan`] on the device of the inputs.
+
+    Raises:
+        TypeError: a mask or id tensor has the wrong dtype.
+        ValueError: a shape, device or number breaks its rule.
+
+    Source: the reference recipe of DFlash training; `supervised_mask`, `segment_ids`, `replacement=False` and
+    `partial_windows` are extensions that leave its values unchanged by default.
+
+    Example:
+
+    ```python
+    >>> plan = build_dflash_batch_plan(torch.ones(2, 17, dtype=torch.bool), torch.tensor([101, 102]),
+    ...     anchors_per_sample=3, gamma=3, optimizer_step=7, seed=11)
+    >>> plan.anchor_positions.tolist()
+    [7, 4, 6, 7, 1, 7]
+
+    ```
+    """
+    _check_arguments(token_valid_mask, sample_ids, supervised_mask, segment_ids)
+    for name, number, minimum in (
+        ("anchors_per_sample", anchors_per_sample, 1),
+        ("gamma", gamma, 1),
+        ("optimizer_step", optimizer_step, 0),
+        ("seed", seed, 0),
+    ):
+        if number < minimum:
+            raise ValueError(f"{name}={number} must be at least {minimum}.")
+
+    device, (rows, length) = token_valid_mask.device, token_valid_mask.shape
+    block_size = gamma + 1
+    in_window = _slots_in_one_document(token_valid_mask, segment_ids, block_size)  # [R, S, B]
+    windows = in_window[..., :2].all(-1) if partial_windows else in_window.all(-1)
+    if supervised_mask is not None:
+        windows &= functional.pad(supervised_mask[:, 1:], (0, 1))
+    window_count = windows.sum(-1)
+
+    anchor_slots = torch.arange(anchors_per_sample, device=device)
+    anchor_ids = 17 * sample_ids[:, None] + 31 * optimizer_step + 43 * seed + 59 * anchor_slots
+    if replacement:
+        ordinals = mix(anchor_ids) % window_count.clamp(min=1)[:, None]
+        anchors = torch.searchsorted(windows.cumsum(-1), ordinals + 1)
+        block_valid = (window_count > 0)[:, None].expand_as(anchors)
+    else:
+        anchors, block_valid = _distinct_anchors(windows, anchor_ids[:, :1], anchors_per_sample)
+    anchors = anchors.masked_fill(~block_valid, 0)
+
+    slots = torch.arange(block_size, device=device)
+    row_index = torch.arange(rows, device=device)[:, None]
+    query_positions = (anchors[..., None] + slots).masked_fill(~block_valid[..., None], 0)
+    slot_valid = in_window[row_index, anchors] & block_valid[..., None]
+    loss_mask = slot_valid & (slots > 0)
+    if supervised_mask is not None:
+        carries_loss = supervised_mask[row_index[..., None], query_positions.clamp(max=max(length - 1, 0))]
+        carries_loss = (carries_loss | (slots == 0)).int().cumprod(-1).bool()
+        loss_mask = loss_mask & carries_loss
+    return DFlashBatchPlan(
+        sample_rows=row_index.expand_as(anchors).flatten(),
+        anchor_ids=anchor_ids.flatten(),
+        anchor_positions=anchors.flatten(),
+        trunk_lengths=_tokens_before(token_valid_mask, segment_ids).gather(1, anchors).flatten(),
+        query_positions=query_positions.flatten(0, 1),
+        label_positions=query_positions.flatten(0, 1),
+        block_valid=block_valid.flatten(),
+        slot_valid=slot_valid.flatten(0, 1),
+        loss_mask=loss_mask.flatten(0, 1),
+    )
+
+
+def _slots_in_one_document(
+    token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None, block_size: int
+) -> torch.Tensor:
+    """`[R, S, B]`: whether the tokens from a column up to each slot of its block are all valid and of one document."""
+    padding = (0, block_size - 1)
+    usable = functional.pad(token_valid_mask, padding, value=False).unfold(-1, block_size, 1)
+    if segment_ids is not None:
+        usable = usable & (functional.pad(segment_ids, padding).unfold(-1, block_size, 1) == segment_ids[..., None])
+    return usable.int().cumprod(-1).bool()
+
+
+def _distinct_anchors(
+    windows: torch.Tensor, first_anchor_ids: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` windows of each row with the smallest scrambled ordinals, ascending: `[R, count]` and validity."""
+    ordinals = windows.cumsum(-1) - 1
+    scores = mix(first_anchor_ids + 101 * (ordinals + 1)).masked_fill(~windows, 2**31)
+    chosen = scores.argsort(dim=-1, stable=True)[:, :count]  # stable: ties by ordinal
+    chosen = functional.pad(chosen, (0, count - chosen.shape[1]))
+    valid = torch.arange(count, device=windows.device) < windows.sum(-1, keepdim=True)
+    columns = chosen.masked_fill(~valid, windows.shape[1]).sort(-1).values
+    return columns, valid
+
+
+def _tokens_before(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None) -> torch.Tensor:
+    """`[R, S]`: valid tokens strictly before each column, of the same document."""
+    before = token_valid_mask.cumsum(-1) - token_valid_mask.long()
+    if segment_ids is None:
+        return before
+    is_start = functional.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
+    return before - before.masked_fill(~is_start, 0).cummax(-1).values
+
+
+def _check_arguments(
+    token_valid_mask: torch.Tensor,
+    sample_ids: torch.Tensor,
+    supervised_mask: torch.Tensor | None,
+    segment_ids: torch.Tensor | None,
+) -> None:
+    for name, tensor, dtype in (
+        ("token_valid_mask", token_valid_mask, torch.bool),
+        ("supervised_mask", supervised_mask, torch.bool),
+        ("segment_ids", segment_ids, torch.int64),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype} and must be {dtype}.")
+        if tensor.dim() != 2 or tensor.shape != token_valid_mask.shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} and must be [rows, length]"
+                f"{'' if name == 'token_valid_mask' else f' = {list(token_valid_mask.shape)}'}."
+            )
+        if tensor.device != token_valid_mask.device:
+            raise ValueError(f"{name} is on {tensor.device} and must be on {token_valid_mask.device}.")
+    if sample_ids.dtype != torch.int64:
+        raise TypeError(f"sample_ids has dtype {sample_ids.dtype} and must be torch.int64.")
+    if sample_ids.shape != token_valid_mask.shape[:1]:
+        raise ValueError(
+            f"sample_ids has shape {list(sample_ids.shape)} and must be [rows] = [{token_valid_mask.shape[0]}]."
+        )
+    if sample_ids.device != token_valid_mask.device:
+        raise ValueError(f"sample_ids is on {sample_ids.device} and must be on {token_valid_mask.device}.")
+    in_range = ((sample_ids >= 0) & (sample_ids <= MAX_SAMPLE_ID)).all()
+    if sample_ids.device.type != "cpu":
+        torch._assert_async(in_range, f"sample_ids must be in 0 … {MAX_SAMPLE_ID}")  # a check that does not wait
+    elif not in_range:
+        raise ValueError(f"sample_ids={sample_ids.tolist()} must be in 0 … {MAX_SAMPLE_ID}: larger products overflow.")

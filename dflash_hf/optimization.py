@@ -1,0 +1,132 @@
+"""Muon for the matrices and AdamW for the rest, as one optimizer; and a training budget in minutes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """
+    Orthogonalised updates (Muon) for 2-D weights, AdamW for norms and biases, at one learning rate.
+
+    Parameter groups and state are shared with the two inner optimizers, so that schedulers, checkpoints and
+    `zero_grad` see one ordinary optimizer.
+
+    Args:
+        model (`nn.Module`): its trainable parameters are optimised.
+        lr (`float`): for both; Muon's update is scaled to AdamW's size.
+        weight_decay (`float`, defaults to 0.0): for the 2-D weights.
+        betas (`tuple[float, float]`), eps (`float`): of AdamW.
+        momentum (`float`, defaults to 0.95): of Muon.
+
+    Source: `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+    ) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+        others = [parameter for parameter in parameters if parameter.ndim != 2]
+        self._muon = torch.optim.Muon(
+            matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=betas, eps=eps)
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {"lr": lr})
+        self._link()
+
+    def _link(self) -> None:
+        """Give the inner optimizers this optimizer's own groups and state; `load_state_dict` replaces both."""
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self._muon.state = self._adamw.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._link()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._muon.step()
+        self._adamw.step()
+        return loss
+
+
+def make_muon_with_adamw() -> type[MuonWithAdamW]:
+    """The form of optimizer that Trainer calls with the model instead of with parameter groups."""
+    return MuonWithAdamW
+
+
+class TimeBudget(TrainerCallback, ExportableState):
+    """
+    Stop training after some minutes of optimizer steps; evaluation, saving and data preparation do not count.
+
+    Args:
+        minutes (`float`): the budget; what an interrupted run has used is in its checkpoint.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes = minutes
+        self.elapsed_s = 0.0
+        self._step_start: float | None = None
+
+    @property
+    def progress(self) -> float:
+        """`float`: used share of the budget, 0 to 1."""
+        return min(self.elapsed_s / (60 * self.minutes), 1.0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_start = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._step_start is not None:
+            self.elapsed_s += time.monotonic() - self._step_start
+        if self.progress >= 1.0:
+            control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"minutes": self.minutes}, "attributes": {"elapsed_s": self.elapsed_s}}
+
+
+def schedule_factor(progress: float, warmup: float, shape: str) -> float:
+    """
+    Share of the peak learning rate at a point of the run.
+
+    Args:
+        progress (`float`): used share of the run, 0 to 1.
+        warmup (`float`): share of the run in which the rate rises from 0.
+        shape (`str`): `"linear"`, `"cosine"` (both fall to 0) or `"constant"`.
+
+    Returns:
+        `float` in 0 … 1.
+
+    Example:
+
+    ```python
+    >>> schedule_factor(0.05, 0.1, "linear"), schedule_factor(0.55, 0.1, "linear"), schedule_factor(1.0, 0.1, "cosine")
+    (0.5, 0.5, 0.0)
+
+    ```
+    """
+    if progress < warmup:
+        return progress / warmup
+    rest = (1 - progress) / (1 - warmup)
+    return {"linear": rest, "cosine": 0.5 - 0.5 * math.cos(math.pi * rest), "constant": 1.0}[shape]

@@ -1,0 +1,72 @@
+"""The frozen target: the hidden states of its chosen layers."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import PreTrainedModel
+
+
+def position_ids_of(token_valid_mask: torch.Tensor) -> torch.Tensor:
+    """
+    Positions as `generate` counts them: the first real token of a row is 0, whatever padding comes before it.
+
+    Args:
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+
+    Returns:
+        `torch.LongTensor` of shape `[R, S]`; padding before the first token has position 0.
+
+    Example:
+
+    ```python
+    >>> position_ids_of(torch.tensor([[False, False, True, True]])).tolist()
+    [[0, 0, 0, 1]]
+
+    ```
+    """
+    return (token_valid_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def target_hidden_states(
+    target: PreTrainedModel, input_ids: torch.Tensor, token_valid_mask: torch.Tensor, target_layer_ids: list[int]
+) -> torch.Tensor:
+    """
+    Run the target once and keep the outputs of the chosen decoder layers.
+
+    Layer id `i` is the output of decoder layer `i`, that is `hidden_states[i + 1]` of transformers.
+
+    Args:
+        target (`PreTrainedModel`): in evaluation mode.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): on any device; moved to the target's.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        target_layer_ids (`list[int]`): layers counted from 0.
+
+    Returns:
+        `torch.FloatTensor` of shape `[R, S, len(target_layer_ids) * hidden_size]` in the target's dtype, on the device
+        of `input_ids`; zero at padding.
+
+    Raises:
+        ValueError: the target returned no state for a layer, for example because it has fewer layers.
+    """
+    device = target.device
+    inputs = {
+        "input_ids": input_ids.to(device),
+        "attention_mask": token_valid_mask.to(device=device, dtype=torch.long),
+        "position_ids": position_ids_of(token_valid_mask).to(device),
+    }
+    if "logits_to_keep" in inspect.signature(target.forward).parameters:
+        inputs["logits_to_keep"] = 1  # no logits are needed here
+    wanted = [layer_id + 1 for layer_id in target_layer_ids]
+    states = target(**inputs, output_hidden_states=wanted, use_cache=False).hidden_states
+    chosen = [states[index] if index < len(states) else None for index in wanted]
+    missing = [layer_id for layer_id, state in zip(target_layer_ids, chosen, strict=True) if state is None]
+    if missing:
+        raise ValueError(
+            f"The target {target.config.name_or_path!r} returned no hidden states for layers {missing}: it has "
+            f"{len(states) - 1} layers, counted from 0. Use target_layer_ids inside that range."
+        )
+    context = torch.cat([state.to(input_ids.device) for state in chosen if state is not None], dim=-1)
+    return context.masked_fill(~token_valid_mask[..., None], 0)

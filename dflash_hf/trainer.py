@@ -1,0 +1,378 @@
+"""Trainer of a DFlash draft: target states, plan, masked blocks and the loss over whole optimizer steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import EvalPrediction
+from transformers.utils import logging
+
+from .attention_mask import training_masks
+from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
+from .data import DFlashCollator, prepare_dataset
+from .losses import decay_weights, default_loss_decay, dpace_weights, head_cross_entropy
+from .metrics import row_statistics, summarize
+from .modeling_dflash import DFlashDraftModel
+from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
+from .target import position_ids_of, target_hidden_states
+from .training_args import DFlashTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+EVAL_PLAN_STEP = 0  # every evaluation looks at the same blocks
+
+
+@dataclass
+class BlockLosses:
+    """
+    What one batch's blocks lost.
+
+    Args:
+        plan ([`DFlashBatchPlan`]): the blocks.
+        cross_entropy (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
+        weights (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
+        is_correct (`torch.BoolTensor` of shape `[N, B]`): the most likely token is the label.
+    """
+
+    plan: DFlashBatchPlan
+    cross_entropy: torch.Tensor
+    weights: torch.Tensor
+    is_correct: torch.Tensor
+
+
+def block_losses(
+    model: nn.Module,
+    draft: DFlashDraftModel,
+    plan: DFlashBatchPlan,
+    input_ids: torch.Tensor,
+    token_valid_mask: torch.Tensor,
+    context_hidden_states: torch.Tensor,
+    *,
+    slot_weights: str = "decay",
+    loss_decay: float | None = None,
+    dpace_alpha: float = 0.5,
+    head_chunk_size: int = 256,
+) -> BlockLosses:
+    """
+    Run the draft on the blocks of a plan and compare its supervised slots with the text.
+
+    Args:
+        model (`nn.Module`): the draft, or its wrapper for distributed training.
+        draft ([`DFlashDraftModel`]): the draft itself, tied.
+        plan ([`DFlashBatchPlan`]): the blocks.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): the text.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        context_hidden_states (`torch.FloatTensor` of shape `[R, S, num_target_layers * hidden_size]`): of the target.
+        slot_weights, loss_decay, dpace_alpha, head_chunk_size: as in [`DFlashTrainingArguments`].
+
+    Returns:
+        [`BlockLosses`]; `cross_entropy` is attached to the graph even if no slot is supervised.
+    """
+    rows, length = input_ids.shape
+    block_size = draft.config.block_size
+    anchors = plan.anchor_positions.view(rows, -1)
+    positions = position_ids_of(token_valid_mask)
+    slots = torch.arange(block_size, device=input_ids.device)
+    slot_positions = (positions.gather(1, anchors)[..., None] + slots).flatten(1)
+    hidden_states = model(
+        noise_embeds=draft.embed_blocks(input_ids.gather(1, anchors)),
+        context_hidden_states=context_hidden_states,
+        attention_mask=training_masks(draft.config, plan, token_valid_mask),
+        position_ids=torch.cat([positions, slot_positions], dim=1),
+        query_valid_mask=plan.slot_valid.view(rows, -1),
+    ).last_hidden_state.view(plan.loss_mask.shape[0], block_size, -1)
+
+    labels = input_ids[plan.sample_rows[:, None], plan.label_positions.clamp(max=length - 1)]
+    supervised = plan.loss_mask
+    slot_cross_entropy, predictions = head_cross_entropy(
+        draft.get_output_embeddings(), hidden_states[supervised], labels[supervised], chunk_size=head_chunk_size
+    )
+    cross_entropy = torch.zeros(supervised.shape, device=labels.device).masked_scatter(supervised, slot_cross_entropy)
+    is_correct = torch.zeros_like(supervised).masked_scatter(supervised, predictions == labels[supervised])
+    if slot_weights == "dpace":
+        weights = dpace_weights(cross_entropy, supervised, dpace_alpha)
+    else:
+        decay = None if slot_weights == "uniform" else loss_decay or default_loss_decay(block_size)
+        weights = decay_weights(supervised, decay)
+    return BlockLosses(plan, cross_entropy, weights, is_correct)
+
+
+class DFlashTrainer(Trainer):
+    """
+    Train a draft on rows whose answers the target wrote.
+
+    Args:
+        model ([`DFlashDraftModel`]):
+            The draft; tied to `target` here. Keep its weights in fp32 and use `bf16=True` in the arguments.
+        target (`PreTrainedModel` or `str`):
+            The live target, or its Hub name or folder. Put in evaluation mode, moved to the training device unless it
+            was spread with `device_map`; never trained, never saved.
+        args ([`DFlashTrainingArguments`]):
+            Training arguments.
+        train_dataset, eval_dataset (`datasets.Dataset` or a sequence of rows, *optional*):
+            Rows of `messages`, of `prompt` and `completion`, or of `input_ids` (with `loss_mask`).
+        processing_class (`PreTrainedTokenizerBase`, *optional*):
+            The target's tokenizer; not needed for rows of `input_ids`.
+        **kwargs:
+            As in [`~transformers.Trainer`].
+
+    Raises:
+        ValueError: draft and target do not fit, no row is usable, or a row contains the mask token.
+
+    Logged while training: `loss` (weighted cross-entropy) and `accept_len` on the trained blocks. Evaluation logs
+    `eval_loss`, `eval_accept_len` and `eval_slot_accuracy_k`, the same for any batch size and number of workers.
+    """
+
+    args: DFlashTrainingArguments
+    # The loss is divided by the sum over the whole accumulation window, so Trainer must not divide again.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: DFlashDraftModel,
+        target: PreTrainedModel | str,
+        args: DFlashTrainingArguments,
+        train_dataset: datasets.Dataset | Sequence[Mapping[str, Any]] | None = None,
+        eval_dataset: datasets.Dataset | Sequence[Mapping[str, Any]] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(target, str):
+            target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        model.tie_target(target)
+        target.eval()
+        self.target = target
+        eos = target.generation_config.eos_token_id if target.generation_config is not None else None
+        self._data_kwargs = {
+            "max_length": args.max_length,
+            "eos_token_ids": eos if isinstance(eos, list) else [eos] if eos is not None else [],
+            "chat_template_kwargs": model.config.chat_template_kwargs,
+            "forbidden_token_id": model.config.mask_token_id,
+        }
+        if train_dataset is not None:
+            train_dataset = prepare_dataset(train_dataset, processing_class, **self._data_kwargs)
+        if eval_dataset is not None:
+            eval_dataset = prepare_dataset(
+                eval_dataset, processing_class, **self._data_kwargs, description="evaluation"
+            )
+        if args.use_muon and "optimizer_cls_and_kwargs" not in kwargs:
+            kwargs["optimizer_cls_and_kwargs"] = (
+                make_muon_with_adamw,
+                {
+                    "lr": args.learning_rate,
+                    "weight_decay": args.weight_decay,
+                    "betas": (args.adam_beta1, args.adam_beta2),
+                    "eps": args.adam_epsilon,
+                },
+            )
+        pad_token_id = processing_class.pad_token_id if processing_class is not None else None
+        kwargs.setdefault("data_collator", DFlashCollator(pad_token_id or 0, args.padding_side))
+        kwargs.setdefault("compute_metrics", self._evaluation_metrics)
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        self.draft = model
+        self.time_budget = TimeBudget(args.max_train_minutes) if args.max_train_minutes is not None else None
+        if self.time_budget is not None:
+            self.add_callback(self.time_budget)
+        if getattr(target, "hf_device_map", None) is None and target.device != args.device:
+            target.to(args.device)
+        self._state_cache: dict[bytes, torch.Tensor] = {}
+        self._train_statistics: torch.Tensor | None = None
+
+    # ---- target states ----
+
+    def _states(self, input_ids: torch.Tensor, token_valid_mask: torch.Tensor) -> torch.Tensor:
+        """Target states of a batch: out of the cache where all its rows are in it, else from the target."""
+        layer_ids = self.draft.config.target_layer_ids or []
+        if self._state_cache:
+            rows = [ids[valid] for ids, valid in zip(input_ids, token_valid_mask, strict=True)]
+            cached = [self._state_cache.get(_row_key(row)) for row in rows]
+            if all(state is not None for state in cached):
+                width = len(layer_ids) * self.draft.config.hidden_size
+                states = torch.zeros(*input_ids.shape, width, dtype=self.target.dtype, device=input_ids.device)
+                for row, valid, state in zip(states, token_valid_mask, cached, strict=True):
+                    row[valid] = state.to(states.device, non_blocking=True)
+                return states
+        return target_hidden_states(self.target, input_ids, token_valid_mask, layer_ids)
+
+    def cache_states(self, dataset: datasets.Dataset, description: str = "train", batch_tokens: int = 8192) -> None:
+        """
+        Compute the target's hidden states of every row once and keep them in memory.
+
+        Args:
+            dataset (`datasets.Dataset`): prepared rows.
+            description (`str`, defaults to `"train"`): names the set in the progress bar.
+            batch_tokens (`int`, defaults to 8192): tokens a target pass, padding included.
+        """
+        all_ids = [row["input_ids"] for row in dataset if _row_key(row["input_ids"]) not in self._state_cache]
+        config = self.draft.config
+        num_tokens = sum(len(ids) for ids in all_ids)
+        row_bytes = len(config.target_layer_ids or []) * config.hidden_size * self.target.dtype.itemsize
+        logger.warning_advice(
+            f"Target states of {len(all_ids):,} {description} rows ({num_tokens:,} tokens) take "
+            f"{num_tokens * row_bytes / 2**30:.2f} GiB of memory."
+        )
+        progress = tqdm(total=num_tokens, desc=f"Target states, {description}", unit="token", unit_scale=True,
+                        disable=self.args.disable_tqdm)
+        collate = DFlashCollator()
+        for batch_ids in _batches_by_length(all_ids, batch_tokens):
+            rows = [{"input_ids": ids, "supervised_mask": [False] * len(ids), "sample_id": 0} for ids in batch_ids]
+            batch = self._prepare_inputs(collate(rows))
+            states = target_hidden_states(
+                self.target, batch["input_ids"], batch["token_valid_mask"], config.target_layer_ids or []
+            )
+            for ids, state in zip(batch_ids, states, strict=True):
+                self._state_cache[_row_key(ids)] = state[: len(ids)].cpu().clone()
+            progress.update(sum(len(ids) for ids in batch_ids))
+        progress.close()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.cache_target_states == "memory":
+            self.cache_states(self.train_dataset)
+            if self.eval_dataset is not None:
+                self.cache_states(self.eval_dataset, "evaluation")
+        return super().train(*args, **kwargs)
+
+    # ---- loss ----
+
+    def _plan(self, inputs: Mapping[str, torch.Tensor], optimizer_step: int) -> DFlashBatchPlan:
+        return build_dflash_batch_plan(
+            inputs["token_valid_mask"],
+            inputs["sample_ids"],
+            supervised_mask=inputs["supervised_mask"],
+            anchors_per_sample=self.args.anchors_per_sample,
+            gamma=self.draft.config.block_size - 1,
+            optimizer_step=optimizer_step,
+            seed=self.args.seed,
+            replacement=False,
+            partial_windows=True,
+        )
+
+    def _block_losses(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], optimizer_step: int) -> BlockLosses:
+        return block_losses(
+            model,
+            self.draft,
+            self._plan(inputs, optimizer_step),
+            inputs["input_ids"],
+            inputs["token_valid_mask"],
+            self._states(inputs["input_ids"], inputs["token_valid_mask"]),
+            slot_weights=self.args.slot_weights,
+            loss_decay=self.args.loss_decay,
+            dpace_alpha=self.args.dpace_alpha,
+            head_chunk_size=self.args.head_chunk_size,
+        )
+
+    def _denominator(self, plan: DFlashBatchPlan) -> torch.Tensor:
+        """What this batch adds to the divisor of the loss: known before the forward pass."""
+        if self.args.slot_weights == "dpace":
+            return plan.loss_mask.sum().float()
+        decay = self.args.loss_decay or default_loss_decay(plan.block_size)
+        return decay_weights(plan.loss_mask, None if self.args.slot_weights == "uniform" else decay).sum()
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
+        """Keeps Trainer's contract (one number for the accumulation window of all ranks): the sum of the weights."""
+        total = torch.zeros((), device=device)
+        for batch in batch_samples:
+            total = total + self._denominator(self._plan(self._prepare_inputs(batch), self.state.global_step))
+        return self.accelerator.gather(total).sum()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Keeps Trainer's contract: this micro-batch's share of the loss of the whole optimizer step."""
+        losses = self._block_losses(model, inputs, self.state.global_step)
+        if num_items_in_batch is None:
+            num_items_in_batch = self._denominator(losses.plan)
+        denominator = torch.as_tensor(num_items_in_batch, device=losses.weights.device)
+        # Distributed wrappers average gradients over ranks; the denominator is the sum over ranks already.
+        loss = (losses.weights * losses.cross_entropy).sum() / denominator.clamp(min=1e-9)
+        loss = loss * self.accelerator.num_processes
+        statistics = _statistics(losses, len(inputs["input_ids"])).sum(0, keepdim=True)
+        previous = self._train_statistics
+        self._train_statistics = statistics if previous is None else previous + statistics
+        return (loss, losses) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Keeps Trainer's contract; adds the acceptance length of the blocks trained since the last log."""
+        if "loss" in logs and self._train_statistics is not None:
+            logs["accept_len"] = summarize(self._train_statistics)["accept_len"]
+            self._train_statistics = None
+        super().log(logs, start_time)
+
+    # ---- evaluation ----
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[None, torch.Tensor, torch.Tensor]:
+        """Keeps Trainer's contract (loss, predictions, labels): predictions are sums and counts of each row."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            losses = self._block_losses(model, inputs, EVAL_PLAN_STEP)
+        return None, _statistics(losses, len(inputs["input_ids"])), inputs["sample_ids"]
+
+    def _evaluation_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        statistics = torch.as_tensor(prediction.predictions)
+        denominator = None
+        if self.args.slot_weights == "dpace":
+            denominator = float(statistics[:, 4:].chunk(2, dim=-1)[1].sum())
+        return summarize(statistics, denominator)
+
+    # ---- schedule ----
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Keeps Trainer's contract; with `max_train_minutes` the schedule follows the clock instead of the steps."""
+        budget = self.time_budget
+        if budget is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        warmup, shape = self.args.warmup_steps, str(getattr(self.args.lr_scheduler_type, "value", "linear"))
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer if optimizer is None else optimizer,
+            lambda _: schedule_factor(max(budget.progress, 1e-3), warmup, shape),
+        )
+        return self.lr_scheduler
+
+
+def _statistics(losses: BlockLosses, rows: int) -> torch.Tensor:
+    return row_statistics(
+        losses.cross_entropy.detach(), losses.weights, losses.is_correct, losses.plan.loss_mask, rows
+    )
+
+
+def _row_key(input_ids: Sequence[int] | torch.Tensor) -> bytes:
+    """Rows are known by their tokens: the same text has the same target states in any data set."""
+    return hashlib.blake2b(torch.as_tensor(input_ids).cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+def _batches_by_length(rows: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:
+    batch: list[Sequence[int]] = []
+    for row in sorted(rows, key=len):
+        if batch and (len(batch) + 1) * len(row) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
