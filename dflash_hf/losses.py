@@ -71,23 +71,26 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        needs_gradient = ctx.needs_input_grad[0]
-        cross_entropy = hidden_states.new_empty(labels.shape, dtype=torch.float32)
+        num_slots, vocab_size = labels.shape[0], weight.shape[0]
+        cross_entropy = torch.empty(num_slots, dtype=torch.float32, device=labels.device)
         predictions = torch.empty_like(labels)
-        gradient = torch.empty_like(hidden_states) if needs_gradient else None
-        for start in range(0, labels.shape[0], chunk_size):
-            rows = slice(start, start + chunk_size)
-            logits = functional.linear(hidden_states[rows].to(weight.dtype), weight).float()
-            best, predictions[rows] = logits.max(-1)
-            label_column = labels[rows, None]
-            label_logits = logits.gather(1, label_column)[:, 0]
-            exponentials = logits.sub_(best[:, None]).exp_()
-            total = exponentials.sum(-1)
+        gradient = torch.empty_like(hidden_states) if ctx.needs_input_grad[0] else None
+        # One pair of buffers for all chunks: on a CPU, fresh pages cost as much as the arithmetic.
+        chunk_size = min(chunk_size, max(num_slots, 1))
+        logits_buffer = weight.new_empty(chunk_size, vocab_size)
+        exponentials_buffer = torch.empty(chunk_size, vocab_size, dtype=torch.float32, device=weight.device)
+        for start in range(0, num_slots, chunk_size):
+            rows = slice(start, min(start + chunk_size, num_slots))
+            logits, exponentials = (buffer[: rows.stop - start] for buffer in (logits_buffer, exponentials_buffer))
+            torch.mm(hidden_states[rows].to(weight.dtype), weight.t(), out=logits)
+            exponentials.copy_(logits)
+            best, predictions[rows] = exponentials.max(-1)
+            label_logits = exponentials.gather(1, labels[rows, None])[:, 0]
+            total = exponentials.sub_(best[:, None]).exp_().sum(-1)
             cross_entropy[rows] = total.log() + best - label_logits
-            if gradient is not None:
-                probabilities = exponentials.div_(total[:, None])
-                probabilities.scatter_add_(1, label_column, torch.full_like(label_column, -1, dtype=torch.float32))
-                gradient[rows] = (probabilities.to(weight.dtype) @ weight).to(gradient.dtype)
+            if gradient is not None:  # softmax @ W - W[label]
+                mean_row = (logits.copy_(exponentials) @ weight).float() / total[:, None]
+                gradient[rows] = (mean_row - weight[labels[rows]].float()).to(gradient.dtype)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(predictions)
         return cross_entropy, predictions

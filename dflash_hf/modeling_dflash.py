@@ -467,11 +467,11 @@ class DFlashDraftModel(DFlashBody):
     ```
     """
 
-    def __init__(self, config: DFlashConfig, target: str | bool | None = None) -> None:
+    def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         # `object.__setattr__`: the target must not become a submodule
         object.__setattr__(self, "_target_modules", None)
-        object.__setattr__(self, "_target_source", target)
+        object.__setattr__(self, "_target_source", None)
         object.__setattr__(self, "_target_hub_kwargs", {})
 
     def __getattr__(self, name: str) -> Any:
@@ -627,6 +627,7 @@ class DFlashDraftModel(DFlashBody):
         """The target's language model head module; ties if need be, raises `UntiedDraftError` if it cannot."""
         return self._tied().head
 
+    @torch.no_grad()
     def embed_blocks(self, anchor_token_ids: torch.Tensor) -> torch.Tensor:
         """
         Inputs of whole blocks: the anchor's embedding in slot 0, the mask token's in all others.

@@ -114,7 +114,7 @@ class DFlashTrainer(Trainer):
             The draft; tied to `target` here. Keep its weights in fp32 and use `bf16=True` in the arguments.
         target (`PreTrainedModel` or `str`):
             The live target, or its Hub name or folder. Put in evaluation mode, moved to the training device unless it
-            was spread with `device_map`; never trained, never saved.
+            was spread with `device_map`; its parameters stop requiring gradients; never trained, never saved.
         args ([`DFlashTrainingArguments`]):
             Training arguments.
         train_dataset, eval_dataset (`datasets.Dataset` or a sequence of rows, *optional*):
@@ -148,8 +148,7 @@ class DFlashTrainer(Trainer):
         if isinstance(target, str):
             target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         model.tie_target(target)
-        target.eval()
-        self.target = target
+        self.target = target.eval().requires_grad_(False)
         eos = target.generation_config.eos_token_id if target.generation_config is not None else None
         self._data_kwargs = {
             "max_length": args.max_length,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
 
 
@@ -90,4 +91,6 @@ class DFlashTrainingArguments(TrainingArguments):
                 )
             if self.max_steps <= 0:
                 self.max_steps = 1_000_000  # the clock ends the run
+        if self.bf16 and not torch.accelerator.is_available():
+            self.use_cpu = True  # bf16 autocast works on a CPU, and Trainer wants to be told
         super().__post_init__()

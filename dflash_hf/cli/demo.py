@@ -1,0 +1,201 @@
+"""`dflash-hf demo`: train a draft for a real chat model and see it answer faster."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..demo_target import DEMO_TARGET_NAME, prepare_demo_target
+from ..evaluation import Comparison, Summary, compare_on_prompts, summarize_comparisons
+from ..model_card import changed_arguments, draw_slot_acceptance, environment, write_model_card
+from ..modeling_dflash import DFlashDraftModel
+from ..regenerate import generate_answers, read_prompts
+from ..trainer import DFlashTrainer
+from ..training_args import DFlashTrainingArguments
+from .training_run import run_training
+
+DATA = files("dflash_hf") / "demo_data"
+ANSWERS_FOR_ANOTHER_TARGET = 256
+EVAL_ROWS = 32
+
+
+def demo(
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: SmolLM2-135M-Instruct.")] = None,
+    output_dir: Annotated[Path, typer.Option(help="Draft, card, picture and checkpoints go here.")] = Path("dflash-demo"),
+    minutes: Annotated[float, typer.Option(help="Training time; the rest comes on top.")] = 5.0,
+    questions: Annotated[int, typer.Option(help="Held-out questions to answer, 1 to 64.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 160,
+    draft_layers: Annotated[int, typer.Option(help="Layers of the draft.")] = 3,
+    block_size: Annotated[int, typer.Option(help="Slots a block, the anchor included.")] = 8,
+    anchors: Annotated[int, typer.Option(help="Blocks trained in each row and step.")] = 48,
+    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of Muon.")] = 4e-3,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Train anew although a draft is there.")] = False,
+) -> None:
+    """Train a draft for a real chat model in a few minutes and compare its answers with and without it."""
+    console = Console()
+    if minutes <= 0:
+        raise ValueError(f"--minutes {minutes} must be positive.")
+    heldout = read_prompts(str(DATA / "gsm8k_test_questions.jsonl"))
+    if not 1 <= questions <= len(heldout):
+        raise ValueError(f"--questions {questions} must be 1 to {len(heldout)}.")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    logging.set_verbosity_error()
+
+    console.rule("[bold]1 · target")
+    folder = target or str(prepare_demo_target())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    if torch.accelerator.is_available():
+        model.to(torch.accelerator.current_accelerator())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    name = target or DEMO_TARGET_NAME
+    console.print(f"{name}, {model.num_parameters() / 1e6:.0f} M parameters, bf16, on {model.device}")
+
+    console.rule("[bold]2 · draft")
+    draft_dir = output_dir / "draft"
+    record_file = output_dir / "training.json"
+    if (draft_dir / "model.safetensors").is_file() and record_file.is_file() and not retrain:
+        training = json.loads(record_file.read_text())
+        console.print(f"Using the draft in {draft_dir} (--retrain makes a new one).")
+    else:
+        rows = _answers(model, tokenizer, target, output_dir, console)
+        random.Random(0).shuffle(rows)  # they come sorted by length
+        draft = DFlashDraftModel.from_target(
+            model, tokenizer=tokenizer, num_hidden_layers=draft_layers, block_size=block_size
+        )
+        console.print(
+            f"{sum(p.numel() for p in draft.parameters()) / 1e6:.1f} M parameters, reads layers "
+            f"{draft.config.target_layer_ids}, blocks of {block_size}, mask token {draft.config.mask_token_id}"
+        )
+        args = DFlashTrainingArguments(
+            output_dir=str(output_dir / "checkpoints"),
+            max_train_minutes=minutes,
+            per_device_train_batch_size=batch_size,
+            per_device_eval_batch_size=batch_size,
+            learning_rate=learning_rate,
+            lr_scheduler_type="linear",
+            use_muon=True,
+            slot_weights="dpace",
+            anchors_per_sample=anchors,
+            max_length=512,
+            cache_target_states="memory",
+            bf16=True,
+            logging_steps=5,
+            save_steps=100,
+            save_total_limit=1,
+            disable_tqdm=True,
+            report_to="none",
+        )
+        trainer = DFlashTrainer(
+            model=draft,
+            target=model,
+            args=args,
+            train_dataset=rows[:-EVAL_ROWS],
+            eval_dataset=rows[-EVAL_ROWS:],
+            processing_class=tokenizer,
+        )
+        if not run_training(trainer, console, resume=not retrain):
+            raise typer.Exit(130)
+        metrics = trainer.evaluate()
+        draft.save_pretrained(draft_dir)
+        training = {
+            "data": f"{len(rows) - EVAL_ROWS} GSM8K train questions, answered greedily by the target",
+            "training minutes": minutes,
+            "steps": trainer.state.global_step,
+            "epochs": round(trainer.state.epoch or 0, 1),
+            "acceptance length on unseen rows, per anchor": round(metrics["eval_accept_len"], 2),
+            **changed_arguments(args),
+        }
+        record_file.write_text(json.dumps(training, indent=1))
+        console.print(f"Unseen rows: acceptance length {metrics['eval_accept_len']:.2f} an anchor")
+
+    console.rule("[bold]3 · with and without the draft")
+    draft = DFlashDraftModel.from_pretrained(draft_dir, dtype=model.dtype, target=model).to(model.device)
+    pairs = compare_on_prompts(model, draft, tokenizer, heldout[:questions], max_new_tokens=max_new_tokens)
+    comparisons = list(track(pairs, total=questions, description="answering twice", console=console))
+    summary = summarize_comparisons(comparisons, draft.config.block_size)
+    _show(summary, comparisons[0], tokenizer, console)
+    _save(output_dir, draft_dir, draft, summary, comparisons, training, None if target else name, max_new_tokens)
+    console.print(f"Draft, model card and picture: {draft_dir}. All numbers: {output_dir / 'results.json'}.")
+
+
+def _answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: str | None, output_dir: Path, console: Console
+) -> list[dict[str, Any]]:
+    """Rows whose answers the target wrote: bundled for the demo target, made now (once) for any other."""
+    bundled = [json.loads(line) for line in (DATA / "smollm2_answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    if target is None:
+        return bundled
+    own_file = output_dir / "answers.jsonl"
+    if not own_file.is_file():
+        console.print(f"The target answers {ANSWERS_FOR_ANOTHER_TARGET} questions to learn from …")
+        prompts = [row["messages"][0]["content"] for row in bundled[:ANSWERS_FOR_ANOTHER_TARGET]]
+        answers = generate_answers(model, tokenizer, prompts)
+        rows = list(track(answers, total=len(prompts), description="answering", console=console))
+        own_file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return [json.loads(line) for line in own_file.read_text(encoding="utf-8").splitlines()]
+
+
+def _show(summary: Summary, first: Comparison, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    table = Table(title=f"{summary.num_prompts} held-out questions, greedy")
+    table.add_column("")
+    table.add_column("plain", justify="right")
+    table.add_column("with the draft", justify="right")
+    table.add_row("tokens/s", f"{summary.plain_tokens_per_s:.1f}", f"{summary.drafted_tokens_per_s:.1f}")
+    table.add_row("speed-up (median of the questions)", "1.00×", f"{summary.speed_up:.2f}×")
+    table.add_row("acceptance length", "1.00", f"{summary.accept_len:.2f}")
+    for slot, share in enumerate(summary.slot_acceptance, start=1):
+        table.add_row(f"  first {slot} drafted accepted", "", f"{share:.0%}")
+    table.add_row("identical answers", "", f"{summary.num_identical} of {summary.num_prompts}")
+    console.print(table)
+    console.print(f"[bold]Question:[/] {first.prompt}", highlight=False)
+    answer = tokenizer.decode(first.drafted.token_ids, skip_special_tokens=True)
+    console.print(f"[bold]Answer:[/] {answer}", highlight=False)
+
+
+def _save(
+    output_dir: Path,
+    draft_dir: Path,
+    draft: DFlashDraftModel,
+    summary: Summary,
+    comparisons: list[Comparison],
+    training: dict[str, Any],
+    base_model: str | None,
+    max_new_tokens: int,
+) -> None:
+    draw_slot_acceptance(summary, draft_dir / "slot_acceptance.png")
+    protocol = (
+        f"`dflash-hf demo`: {summary.num_prompts} GSM8K test questions without instructions, greedy, bf16, at most "
+        f"{max_new_tokens} new tokens, batch 1, transformers' own loop; plain and drafted answers alternate in one run."
+    )
+    write_model_card(
+        draft_dir,
+        draft.config,
+        summary,
+        protocol=protocol,
+        training=training,
+        base_model=base_model,
+        picture="slot_acceptance.png",
+    )
+    results = {
+        "summary": summary.as_dict(),
+        "environment": environment(),
+        "training": training,
+        "prompts": [
+            {**asdict(comparison), "speed_up": comparison.speed_up, "identical": comparison.is_identical}
+            for comparison in comparisons
+        ],
+    }
+    (output_dir / "results.json").write_text(json.dumps(results, indent=1))

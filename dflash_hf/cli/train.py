@@ -1,0 +1,155 @@
+"""`dflash-hf train`: a draft for any target, from flags or from a YAML or JSON file of the same names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import datasets
+import typer
+import yaml
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+
+from ..modeling_dflash import DFlashDraftModel
+from ..training_args import DFlashTrainingArguments
+from ..trainer import DFlashTrainer
+from .training_run import run_training
+
+
+@dataclass
+class DraftAndDataArguments:
+    """Which target, which draft, which rows."""
+
+    target: str | None = field(default=None, metadata={"help": "Folder or Hub name of the target (required)."})
+    dataset: str | None = field(
+        default=None, metadata={"help": "Hub name, or path of a JSON-lines or Parquet file (required)."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
+    eval_dataset: str | None = field(default=None, metadata={"help": "Like `dataset`, for evaluation."})
+    eval_rows: int = field(
+        default=0, metadata={"help": "Without an eval_dataset: hold out this many rows of `dataset`, the last ones."}
+    )
+    draft: str | None = field(default=None, metadata={"help": "Continue from this draft instead of a new one."})
+    draft_layers: int = field(default=5, metadata={"help": "Layers of a new draft."})
+    num_target_layers: int = field(default=5, metadata={"help": "Target layers a new draft reads."})
+    block_size: int = field(default=16, metadata={"help": "Slots of a new draft's block, the anchor included."})
+    mask_token_id: int | None = field(default=None, metadata={"help": "Overrides the choice of the mask token."})
+    target_dtype: str = field(default="auto", metadata={"help": "dtype of the target: auto, bfloat16, float32."})
+    resume: bool = field(default=True, metadata={"help": "Continue from the last checkpoint in output_dir."})
+
+
+def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
+    """
+    Load rows from a local file or from the Hub.
+
+    Args:
+        name (`str`): path of a `.json`, `.jsonl` or `.parquet` file, or a Hub name.
+        config (`str`, *optional*): configuration of a Hub data set.
+        split (`str`): split of a Hub data set.
+
+    Returns:
+        `datasets.Dataset`
+
+    Raises:
+        FileNotFoundError: it looks like a file and is none.
+        ValueError: the file cannot be parsed.
+    """
+    path = Path(name)
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix)
+    if kind is None:
+        return datasets.load_dataset(name, config, split=split)
+    if not path.is_file():
+        raise FileNotFoundError(f"The data file {name} does not exist. Give a JSON-lines or Parquet file or a Hub name.")
+    if path.stat().st_size == 0:
+        raise ValueError(f"The data file {name} is empty.")
+    try:
+        return datasets.load_dataset(kind, data_files=name, split="train")
+    except datasets.exceptions.DatasetGenerationError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(f"The data file {name} cannot be read as {kind}: {reason}") from error
+
+
+def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlashTrainingArguments]:
+    """
+    Read flags, after an optional YAML or JSON file whose values are defaults for them.
+
+    Args:
+        arguments (`list[str]`): what follows `train` on the command line.
+
+    Returns:
+        `tuple[DraftAndDataArguments, DFlashTrainingArguments]`
+
+    Raises:
+        ValueError: the file is no mapping, or names an unknown argument.
+        FileNotFoundError: the file is missing.
+    """
+    parser = HfArgumentParser((DraftAndDataArguments, DFlashTrainingArguments), prog="dflash-hf train [FILE.yaml]")
+    parser.set_defaults(output_dir="dflash-draft", bf16=True, report_to="none")
+    if arguments and not arguments[0].startswith("-"):
+        values = _read_argument_file(Path(arguments[0]))
+        known = {item.name for kind in (DraftAndDataArguments, DFlashTrainingArguments) for item in fields(kind)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"{arguments[0]} names unknown arguments: {', '.join(unknown)}. See dflash-hf train --help.")
+        parser.set_defaults(**values)
+        arguments = arguments[1:]
+    pair, training = parser.parse_args_into_dataclasses(arguments)
+    return pair, training
+
+
+def _read_argument_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"The argument file {path} does not exist.")
+    text = path.read_text(encoding="utf-8")
+    try:
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"The argument file {path} cannot be parsed: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"The argument file {path} must hold names and values, not {type(values).__name__}.")
+    return values
+
+
+def train(context: typer.Context) -> None:
+    """Train a draft: `dflash-hf train [FILE.yaml] --target T --dataset D …` (--help lists all arguments)."""
+    pair, args = parse_arguments(context.args)
+    console = Console()
+    if pair.target is None or pair.dataset is None:
+        raise ValueError("dflash-hf train needs --target and --dataset (or a file that names them).")
+    rows = load_rows(pair.dataset, pair.dataset_config, pair.dataset_split)
+    eval_rows = None
+    if pair.eval_dataset is not None:
+        eval_rows = load_rows(pair.eval_dataset, pair.dataset_config, pair.dataset_split)
+    elif pair.eval_rows:
+        if pair.eval_rows >= len(rows):
+            raise ValueError(f"eval_rows={pair.eval_rows} must be below the {len(rows)} rows of {pair.dataset}.")
+        eval_rows = rows.select(range(len(rows) - pair.eval_rows, len(rows)))
+        rows = rows.select(range(len(rows) - pair.eval_rows))
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+
+    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=pair.target_dtype)
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    if pair.draft is not None:
+        draft = DFlashDraftModel.from_pretrained(pair.draft, dtype="float32", target=target)
+    else:
+        draft = DFlashDraftModel.from_target(
+            target,
+            tokenizer=tokenizer,
+            num_hidden_layers=pair.draft_layers,
+            num_target_layers=pair.num_target_layers,
+            block_size=pair.block_size,
+            mask_token_id=pair.mask_token_id,
+        )
+    trainer = DFlashTrainer(
+        model=draft, target=target, args=args, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer
+    )
+    if run_training(trainer, console, resume=pair.resume):
+        trainer.save_model()
+        console.print(f"Draft saved in {args.output_dir}.")
+        if eval_rows is not None:
+            metrics = trainer.evaluate()
+            console.print(f"Held-out rows: acceptance length {metrics['eval_accept_len']:.2f} a block.")

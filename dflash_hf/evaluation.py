@@ -1,0 +1,222 @@
+"""Acceptance and speed of a draft on prompts, measured with transformers' own generation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .modeling_dflash import DFlashDraftModel
+
+
+@dataclass
+class Generation:
+    """
+    One answer and what it took.
+
+    Args:
+        token_ids (`list[int]`): new tokens, the end token included.
+        seconds (`float`): wall time of `generate`.
+        committed (`list[int]`): tokens committed by each verify pass that had a draft, the bonus token included;
+            empty for plain generation. The last entry is cut where the answer ends.
+    """
+
+    token_ids: list[int]
+    seconds: float
+    committed: list[int]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """`float`: new tokens a second, prefill included."""
+        return len(self.token_ids) / self.seconds
+
+
+@dataclass
+class Comparison:
+    """The same prompt, answered without and with the draft."""
+
+    prompt: str
+    plain: Generation
+    drafted: Generation
+
+    @property
+    def speed_up(self) -> float:
+        """`float`: tokens a second with the draft, divided by those without."""
+        return self.drafted.tokens_per_s / self.plain.tokens_per_s
+
+    @property
+    def is_identical(self) -> bool:
+        """`bool`: both answers have the same tokens."""
+        return self.plain.token_ids == self.drafted.token_ids
+
+
+@dataclass
+class Summary:
+    """
+    What a draft is worth on a set of prompts.
+
+    Args:
+        num_prompts (`int`): prompts answered twice.
+        accept_len (`float`): mean tokens committed a verify pass with a draft, the bonus token included.
+        slot_acceptance (`list[float]`): share of those passes in which slots 1 … k were all accepted.
+        plain_tokens_per_s, drafted_tokens_per_s (`float`): all new tokens over all seconds.
+        speed_up (`float`): median of the ratios of each prompt.
+        num_identical (`int`): prompts whose two answers have the same tokens.
+    """
+
+    num_prompts: int
+    accept_len: float
+    slot_acceptance: list[float]
+    plain_tokens_per_s: float
+    drafted_tokens_per_s: float
+    speed_up: float
+    num_identical: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The summary as plain values, for JSON."""
+        return asdict(self)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def generate_timed(
+    target: PreTrainedModel, inputs: dict[str, torch.Tensor], draft: DFlashDraftModel | None = None, **kwargs: Any
+) -> Generation:
+    """
+    Run `target.generate` once and record time and acceptance.
+
+    What each verify pass committed is read off the draft's inputs: a draft call gets the states of the tokens that
+    the pass before it committed.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        inputs (`dict`): `input_ids` of shape `[1, S]` and `attention_mask`.
+        draft ([`DFlashDraftModel`], *optional*): plain generation without it.
+        **kwargs: for `generate`.
+
+    Returns:
+        [`Generation`]
+    """
+    context_lengths: list[int] = []
+    target_passes: list[None] = []
+    handles = [target.register_forward_pre_hook(lambda module, args: target_passes.append(None))]
+    if draft is not None:
+
+        def record(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            context_lengths.append(kwargs["context_hidden_states"].shape[1])
+
+        handles.append(draft.register_forward_pre_hook(record, with_kwargs=True))
+        kwargs.update(assistant_model=draft, speculation_type="dflash")
+    try:
+        _synchronize(target.device)
+        start = time.perf_counter()
+        output = target.generate(**inputs, **kwargs)
+        _synchronize(target.device)
+        seconds = time.perf_counter() - start
+    finally:
+        for handle in handles:
+            handle.remove()
+    token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+    committed = context_lengths[1:]
+    if context_lengths:
+        undrafted_passes = len(target_passes) - len(context_lengths)  # prefill, and a last token without a draft
+        committed.append(len(token_ids) - undrafted_passes - sum(committed))
+    return Generation(token_ids, seconds, committed)
+
+
+def chat_inputs(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    device: torch.device,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """
+    A user message as inputs of `generate`, through the chat template if there is one.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): the target's.
+        prompt (`str`): the user's words.
+        device (`torch.device`): of the result.
+        chat_template_kwargs (`dict`, *optional*): for the template.
+
+    Returns:
+        `dict`: `input_ids` and `attention_mask`, each of shape `[1, S]`.
+    """
+    if tokenizer.chat_template is None:
+        return dict(tokenizer(prompt, return_tensors="pt").to(device))
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        tokenize=False,
+        **(chat_template_kwargs or {}),
+    )
+    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(device)
+    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+
+
+def compare_on_prompts(
+    target: PreTrainedModel,
+    draft: DFlashDraftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    **generate_kwargs: Any,
+) -> Iterator[Comparison]:
+    """
+    Answer each prompt without and with the draft, in turn, after one warm-up of both.
+
+    The order of the two alternates from prompt to prompt, so that a drift of the machine hits both.
+
+    Args:
+        target, draft, tokenizer: the pair.
+        prompts (`Sequence[str]`): user messages.
+        **generate_kwargs: for `generate` (greedy unless told otherwise).
+
+    Yields:
+        [`Comparison`], one a prompt.
+    """
+    generate_kwargs = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, **generate_kwargs}
+    for index, prompt in enumerate(prompts):
+        inputs = chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)
+        if index == 0:
+            for pair_member in (None, draft):
+                generate_timed(target, inputs, pair_member, **{**generate_kwargs, "max_new_tokens": 8})
+        results = {}
+        for use_draft in (True, False) if index % 2 else (False, True):
+            results[use_draft] = generate_timed(target, inputs, draft if use_draft else None, **generate_kwargs)
+        yield Comparison(prompt, plain=results[False], drafted=results[True])
+
+
+def summarize_comparisons(comparisons: Sequence[Comparison], block_size: int) -> Summary:
+    """
+    Add up the comparisons of a set of prompts.
+
+    Args:
+        comparisons (`Sequence[Comparison]`): at least one.
+        block_size (`int`): slots a block, the anchor included.
+
+    Returns:
+        [`Summary`]
+    """
+    committed = [count for comparison in comparisons for count in comparison.drafted.committed]
+    passes = max(len(committed), 1)
+
+    def rate(generations: list[Generation]) -> float:
+        return sum(len(g.token_ids) for g in generations) / sum(g.seconds for g in generations)
+
+    return Summary(
+        num_prompts=len(comparisons),
+        accept_len=sum(committed) / passes,
+        slot_acceptance=[sum(count > slot for count in committed) / passes for slot in range(1, block_size)],
+        plain_tokens_per_s=rate([comparison.plain for comparison in comparisons]),
+        drafted_tokens_per_s=rate([comparison.drafted for comparison in comparisons]),
+        speed_up=statistics.median(comparison.speed_up for comparison in comparisons),
+        num_identical=sum(comparison.is_identical for comparison in comparisons),
+    )
