@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -330,21 +332,20 @@ class DFlashConfig(PreTrainedConfig):
         return config
 
     def _check_types(self) -> None:
-        """transformers raises a class of its own for wrong types; here every invalid value is a `ValueError`."""
-        for field in (
-            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-            *("num_key_value_heads", "head_dim", "block_size", "mask_token_id", "target_num_hidden_layers"),
-        ):
-            value = getattr(self, field)
-            minimum = 0 if field == "mask_token_id" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ValueError(f"{field}={value!r} must be an integer of at least {minimum}.")
-        for field in ("target_layer_ids", "layer_types"):
-            value = getattr(self, field)
+        """Every value of a wrong type is a `ValueError` here; transformers would raise a class of its own, later."""
+        for name, hint in inspect.get_annotations(DFlashConfig, eval_str=True).items():
+            value = getattr(self, name)
             if isinstance(value, tuple):
-                setattr(self, field, list(value))
-            elif value is not None and not isinstance(value, list):
-                raise ValueError(f"{field}={value!r} must be a list.")
+                value = list(value)
+                setattr(self, name, value)
+            kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
+            if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
+                names = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+                raise ValueError(f"{name}={value!r} must be {names}.")
+            if int in kinds and float not in kinds and not isinstance(value, bool):
+                minimum = 0 if name.endswith("_token_id") else 1
+                if isinstance(value, int) and value < minimum:
+                    raise ValueError(f"{name}={value!r} must be at least {minimum}.")
 
     def _merge_rope(self, rope_parameters: dict[str, Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Make `rope_theta` and `rope_parameters` one value; two that differ are an error."""

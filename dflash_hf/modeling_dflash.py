@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -176,7 +177,7 @@ class DFlashAttention(nn.Module):
         num_new_keys = context.shape[1] + num_queries
 
         def heads(projected: torch.Tensor) -> torch.Tensor:
-            return projected.view(batch, projected.shape[1], -1, self.head_dim)
+            return projected.view(*projected.shape[:2], projected.shape[2] // self.head_dim, self.head_dim)
 
         # Project the two sources apart and join the small results: the wide inputs are never copied.
         key = torch.cat([heads(self.k_proj(context)), heads(self.k_proj(hidden_states))], dim=1)
@@ -519,7 +520,7 @@ class DFlashDraftModel(DFlashBody):
         *model_args: Any,
         target: str | bool | PreTrainedModel | None = None,
         **kwargs: Any,
-    ) -> DFlashDraftModel:
+    ) -> Any:
         """
         Load a draft; the tie to its target happens on the first use of embedding or head.
 
@@ -535,15 +536,38 @@ class DFlashDraftModel(DFlashBody):
 
         Returns:
             `DFlashDraftModel` in evaluation mode, in the checkpoint's dtype unless `dtype` is given.
+
+        Raises:
+            OSError: nothing is there, or the weights are damaged.
+            ValueError: tensors are missing, unknown or of another shape, or a live target does not fit.
         """
         # A live model must not reach transformers' argument handling, which deep-copies.
-        draft = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # reported below, with names
+        try:
+            draft, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights in {str(pretrained_model_name_or_path)!r} are damaged ({error}). Fetch or save them again."
+            ) from error
+        problems = [
+            f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind])))}"
+            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info[kind]
+        ]
+        if problems:
+            raise ValueError(
+                f"The weights in {str(pretrained_model_name_or_path)!r} are not those of a DFlash draft of its "
+                f"configuration ({'; '.join(problems)}). No weight is made up; use the right file."
+            )
         if isinstance(target, PreTrainedModel):
             draft.tie_target(target)
         else:
             names = ("token", "cache_dir", "local_files_only")
             draft._set_target_source(target, {name: kwargs[name] for name in names if name in kwargs})
-        return draft
+        return (draft, info) if wants_info else draft
 
     def _set_target_source(self, target: str | bool | None, hub_kwargs: dict[str, Any]) -> None:
         object.__setattr__(self, "_target_source", target)

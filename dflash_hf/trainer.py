@@ -208,15 +208,20 @@ class DFlashTrainer(Trainer):
                 return states
         return target_hidden_states(self.target, input_ids, token_valid_mask, layer_ids)
 
-    def cache_states(self, dataset: datasets.Dataset, description: str = "train", batch_tokens: int = 8192) -> None:
+    def cache_states(
+        self, dataset: datasets.Dataset, description: str = "train", batch_tokens: int | None = None
+    ) -> None:
         """
         Compute the target's hidden states of every row once and keep them in memory.
 
         Args:
             dataset (`datasets.Dataset`): prepared rows.
             description (`str`, defaults to `"train"`): names the set in the progress bar.
-            batch_tokens (`int`, defaults to 8192): tokens a target pass, padding included.
+            batch_tokens (`int`, *optional*): tokens a target pass, padding included; by default 2,048 on a CPU, whose
+                caches a larger batch leaves, and 16,384 elsewhere.
         """
+        if batch_tokens is None:
+            batch_tokens = 2048 if self.target.device.type == "cpu" else 16384
         all_ids = [row["input_ids"] for row in dataset if _row_key(row["input_ids"]) not in self._state_cache]
         config = self.draft.config
         num_tokens = sum(len(ids) for ids in all_ids)

@@ -1,0 +1,103 @@
+"""Tiny random models and tokenizers, built in memory."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dflash_hf import DFlashDraftModel
+
+torch.set_num_threads(1)  # tiny models lose more to threads than they gain
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_target(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    """A random Llama with large weights, so that its greedy text is varied and has no near-ties."""
+    torch.manual_seed(seed)
+    values = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**values, **overrides})).eval()
+
+
+def make_draft(target: LlamaForCausalLM, seed: int = 1, **overrides: Any) -> DFlashDraftModel:
+    """A random two-layer draft with blocks of four."""
+    torch.manual_seed(seed)
+    values = {"num_hidden_layers": 2, "num_target_layers": 2, "block_size": 4, "mask_token_id": 96}
+    draft = DFlashDraftModel.from_target(target, **{**values, **overrides})
+    for parameter in draft.parameters():  # norms away from 1, so that a swapped norm shows
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return draft.eval()
+
+
+@pytest.fixture
+def target() -> LlamaForCausalLM:
+    return make_target()
+
+
+@pytest.fixture
+def draft(target: LlamaForCausalLM) -> DFlashDraftModel:
+    return make_draft(target)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, with the special tokens of a chat model."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    bytes_only.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")]
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=bytes_only, pad_token="<|pad|>", eos_token="<|end|>")
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+@pytest.fixture
+def saved_target(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., str]:
+    """Save a tiny chat target (vocabulary of the byte tokenizer plus padding rows) and return its folder."""
+
+    def save(name: str = "target", **overrides: Any) -> str:
+        values = {"vocab_size": 272, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        model = make_target(**{**values, **overrides})
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def greedy(target: LlamaForCausalLM, input_ids: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> list[int]:
+    """New tokens of plain or drafted greedy generation for a single prompt."""
+    kwargs = {"do_sample": False, "pad_token_id": 0, **kwargs}
+    output = target.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens, **kwargs
+    )
+    return output[0, input_ids.shape[1] :].tolist()

@@ -1,0 +1,206 @@
+"""Oracles: slow, obvious, written as loops from the definitions. They import nothing from the package."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+MODULUS, FACTOR = 2147483647, 73244475
+
+
+def mix(value: int) -> int:
+    value %= MODULUS
+    for _ in range(2):
+        value = ((value ^ (value >> 16)) * FACTOR) % MODULUS
+    return value ^ (value >> 16)
+
+
+def plan(
+    valid: list[list[int]],
+    sample_ids: list[int],
+    anchors_per_sample: int,
+    gamma: int,
+    step: int,
+    seed: int,
+    supervised: list[list[int]] | None = None,
+    segments: list[list[int]] | None = None,
+    replacement: bool = True,
+    partial: bool = False,
+) -> list[dict]:
+    """One dict a block: row, anchor (None if invalid), trunk length, valid slots, slots with loss."""
+    blocks = []
+    for row, tokens in enumerate(valid):
+        length = len(tokens)
+
+        def usable(start: int, position: int, row: int = row, tokens: list[int] = tokens, length: int = length) -> bool:
+            if position >= length or not tokens[position]:
+                return False
+            return segments is None or segments[row][position] == segments[row][start]
+
+        windows = []
+        for start in range(length):
+            needed = 2 if partial else gamma + 1
+            is_window = all(usable(start, start + offset) for offset in range(needed))
+            if is_window and supervised is not None:
+                is_window = start + 1 < length and bool(supervised[row][start + 1])
+            if is_window:
+                windows.append(start)
+        ids = [17 * sample_ids[row] + 31 * step + 43 * seed + 59 * slot for slot in range(anchors_per_sample)]
+        if replacement:
+            anchors = [windows[mix(value) % len(windows)] if windows else None for value in ids]
+        else:
+            order = sorted(range(len(windows)), key=lambda o: (mix(ids[0] + 101 * (o + 1)), o))
+            anchors = sorted(windows[o] for o in order[:anchors_per_sample])
+            anchors = anchors + [None] * (anchors_per_sample - len(anchors))
+        for anchor in anchors:
+            slots, with_loss = [], []
+            if anchor is not None:
+                for slot in range(gamma + 1):
+                    if not usable(anchor, anchor + slot):
+                        break
+                    slots.append(slot)
+                for slot in slots[1:]:
+                    if supervised is not None and not supervised[row][anchor + slot]:
+                        break
+                    with_loss.append(slot)
+            before = 0 if anchor is None else sum(
+                1
+                for position in range(anchor)
+                if tokens[position] and (segments is None or segments[row][position] == segments[row][anchor])
+            )
+            blocks.append({"row": row, "anchor": anchor, "trunk": before, "slots": slots, "loss": with_loss})
+    return blocks
+
+
+def visible(
+    blocks: list[dict],
+    valid: list[list[int]],
+    gamma: int,
+    window: int | None = None,
+    causal: bool = False,
+    segments: list[list[int]] | None = None,
+) -> list[list[list[bool]]]:
+    """[row][query][key]: keys are the row's context positions, then the slots of the row's blocks in order."""
+    rows = []
+    for row, tokens in enumerate(valid):
+        own_blocks = [block for block in blocks if block["row"] == row]
+        matrix = []
+        for query_block, block in enumerate(own_blocks):
+            for slot in range(gamma + 1):
+                line = []
+                for position in range(len(tokens)):
+                    seen = slot in block["slots"] and position < block["anchor"] and bool(tokens[position])
+                    if seen and window is not None:
+                        seen = block["anchor"] + slot - position < window
+                    if seen and segments is not None:
+                        seen = segments[row][position] == segments[row][block["anchor"]]
+                    line.append(seen)
+                for key_block in range(len(own_blocks)):
+                    for key_slot in range(gamma + 1):
+                        same = key_block == query_block
+                        seen = same and slot in block["slots"] and key_slot in block["slots"]
+                        if causal and key_slot > slot:
+                            seen = False
+                        line.append(seen or (same and key_slot == slot))
+                matrix.append(line)
+        rows.append(matrix)
+    return rows
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * x / torch.sqrt((x * x).mean() + eps)
+
+
+def rotate(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
+    size = x.shape[0]
+    half = size // 2
+    out = torch.empty_like(x)
+    for pair in range(half):
+        angle = position * theta ** (-2 * pair / size)
+        out[pair] = x[pair] * math.cos(angle) - x[pair + half] * math.sin(angle)
+        out[pair + half] = x[pair + half] * math.cos(angle) + x[pair] * math.sin(angle)
+    return out
+
+
+def draft_block(
+    weights: dict[str, torch.Tensor],
+    inputs: torch.Tensor,
+    context: torch.Tensor,
+    *,
+    num_layers: int,
+    num_heads: int,
+    num_key_value_heads: int,
+    head_dim: int,
+    eps: float,
+    theta: float,
+    windows: list[int | None],
+    causal: list[bool],
+) -> torch.Tensor:
+    """One block alone: `inputs` [slots, H] at positions n …, `context` [n, K*H] at positions 0 … n - 1."""
+    n, slots = context.shape[0], inputs.shape[0]
+    projected = [rms_norm(weights["fc.weight"] @ row, weights["hidden_norm.weight"], eps) for row in context]
+    x = [row for row in inputs]
+    for layer in range(num_layers):
+
+        def w(name: str, layer: int = layer) -> torch.Tensor:
+            return weights[f"layers.{layer}.{name}.weight"]
+
+        normed = [rms_norm(row, w("input_layernorm"), eps) for row in x]
+        sources = projected + normed  # key position = index
+        attended = []
+        for slot in range(slots):
+            heads = []
+            for head in range(num_heads):
+                rows = slice(head * head_dim, (head + 1) * head_dim)
+                group = head // (num_heads // num_key_value_heads)
+                kv_rows = slice(group * head_dim, (group + 1) * head_dim)
+                query = rms_norm((w("self_attn.q_proj") @ normed[slot])[rows], w("self_attn.q_norm"), eps)
+                query = rotate(query, n + slot, theta)
+                scores, values = [], []
+                for position, source in enumerate(sources):
+                    if position >= n and causal[layer] and position - n > slot:
+                        continue
+                    if position < n and windows[layer] is not None and n + slot - position >= windows[layer]:
+                        continue
+                    key = rms_norm((w("self_attn.k_proj") @ source)[kv_rows], w("self_attn.k_norm"), eps)
+                    scores.append(query @ rotate(key, position, theta) / math.sqrt(head_dim))
+                    values.append((w("self_attn.v_proj") @ source)[kv_rows])
+                shares = torch.stack(scores).softmax(0)
+                heads.append(sum(share * value for share, value in zip(shares, values, strict=True)))
+            attended.append(w("self_attn.o_proj") @ torch.cat(heads))
+        x = [row + update for row, update in zip(x, attended, strict=True)]
+        for slot in range(slots):
+            m = rms_norm(x[slot], w("post_attention_layernorm"), eps)
+            gate = w("mlp.gate_proj") @ m
+            x[slot] = x[slot] + w("mlp.down_proj") @ (gate * torch.sigmoid(gate) * (w("mlp.up_proj") @ m))
+    return torch.stack([rms_norm(row, weights["norm.weight"], eps) for row in x])
+
+
+def cross_entropy(hidden: torch.Tensor, head: torch.Tensor, labels: list[int]) -> list[torch.Tensor]:
+    losses = []
+    for row, label in zip(hidden, labels, strict=True):
+        logits = head @ row
+        losses.append(torch.log(torch.exp(logits - logits.max()).sum()) + logits.max() - logits[label])
+    return losses
+
+
+def dpace(cross_entropies: list[float], supervised: list[bool], alpha: float) -> list[float]:
+    reach, product = [], 1.0
+    for loss, has_loss in zip(cross_entropies, supervised, strict=True):
+        if has_loss:
+            product *= (1 - alpha) * math.exp(-loss) + alpha
+        reach.append(product)
+    return [
+        sum(reach[later] for later in range(slot, len(reach)) if supervised[later]) if supervised[slot] else 0.0
+        for slot in range(len(reach))
+    ]
+
+
+def accepted(correct: list[bool], supervised: list[bool]) -> int:
+    count = 0
+    for slot in range(1, len(correct)):
+        if not (correct[slot] and supervised[slot]):
+            break
+        count += 1
+    return count
