@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import greedy, make_draft, make_target
+
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.data import DFlashCollator
+from dflash_hf.evaluation import generate_timed
+from dflash_hf.optimization import MuonWithAdamW
+
+
+def rows_of(target, count: int = 4, prompt_length: int = 5, new_tokens: int = 30) -> list[dict[str, Any]]:
+    """Answers the target wrote itself, never with the mask token."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index in range(count):
+        prompt = torch.randint(1, 96, (1, prompt_length + index), generator=generator)
+        answer = greedy(target, prompt, new_tokens, suppress_tokens=[96])
+        rows.append(
+            {"input_ids": prompt[0].tolist() + answer, "loss_mask": [0] * prompt.shape[1] + [1] * len(answer)}
+        )
+    return rows
+
+
+def make_trainer(target, tmp_path, draft=None, rows=None, eval_rows=None, **overrides) -> DFlashTrainer:
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "anchors_per_sample": 8,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return DFlashTrainer(
+        model=make_draft(target) if draft is None else draft,
+        target=target,
+        args=DFlashTrainingArguments(**{**values, **overrides}),
+        train_dataset=rows_of(target) if rows is None else rows,
+        eval_dataset=eval_rows,
+    )
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_an_overfitted_draft_is_accepted_whole_by_native_generation(target, tmp_path, muon):
+    """Case 2: labels, anchors and slots mean the same in training and serving."""
+    rows = rows_of(target, count=2)
+    trainer = make_trainer(
+        target, tmp_path, rows=rows, max_steps=200, anchors_per_sample=32, use_muon=muon, slot_weights="dpace"
+    )
+    trainer.train()
+    assert trainer.evaluate(trainer.train_dataset)["eval_accept_len"] > 3.8
+    trainer.draft.eval()
+    for row in rows:
+        prompt = torch.tensor([row["input_ids"][: row["loss_mask"].index(1)]])
+        generation = generate_timed(
+            target, {"input_ids": prompt}, trainer.draft, max_new_tokens=29, do_sample=False, suppress_tokens=[96],
+            pad_token_id=0,
+        )
+        assert generation.token_ids == row["input_ids"][prompt.shape[1] :][:29]
+        assert generation.committed == [4] * 7  # B - 1 drafted tokens and the bonus token in every pass
+
+
+def gradients_of(trainer: DFlashTrainer, micro_batches: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Gradient of one optimizer step whose rows come in these micro-batches, through Trainer's own calls."""
+    collate = DFlashCollator()
+    batches = [collate([trainer.train_dataset[index] for index in indices]) for indices in micro_batches]
+    trainer.model.zero_grad()
+    _, total = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
+    trainer.current_gradient_accumulation_steps = len(batches)
+    for batch in batches:
+        trainer.training_step(trainer.model, batch, total)
+    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("slot_weights", ["decay", "dpace", "uniform"])
+def test_one_batch_equals_any_split_of_it_into_accumulation_steps(target, tmp_path, slot_weights):
+    """Cases 9 and 21: uneven supervision, rows of different lengths, one row without any block."""
+    rows = rows_of(target)
+    rows[1]["loss_mask"] = [0] * 25 + rows[1]["loss_mask"][25:]
+    rows[2]["input_ids"], rows[2]["loss_mask"] = rows[2]["input_ids"][:9], [0] * 8 + [1]
+    trainer = make_trainer(target, tmp_path, rows=rows, slot_weights=slot_weights)
+    whole = gradients_of(trainer, [[0, 1, 2, 3]])
+    for split in ([[0], [1], [2], [3]], [[0, 1, 2], [3]]):
+        for name, gradient in gradients_of(trainer, split).items():
+            torch.testing.assert_close(gradient, whole[name], atol=1e-6, rtol=1e-5)
+
+
+def test_left_and_right_padding_give_the_same_gradient(target, tmp_path):
+    trainer = make_trainer(target, tmp_path)
+    gradients = []
+    for side in ("right", "left"):
+        batch = DFlashCollator(padding_side=side)([trainer.train_dataset[index] for index in range(4)])
+        trainer.model.zero_grad()
+        trainer.training_step(trainer.model, batch, None)
+        gradients.append({name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_a_batch_without_supervised_slots_gives_a_finite_zero_loss_in_the_graph(target, tmp_path):
+    trainer = make_trainer(target, tmp_path)
+    batch = DFlashCollator()([{**trainer.train_dataset[0], "supervised_mask": [False] * 35}])
+    loss = trainer.compute_loss(trainer.model, batch)
+    assert loss.item() == 0
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in trainer.model.parameters())
+
+
+def test_the_target_is_bit_identical_after_training_and_gets_no_gradient(tmp_path):
+    """Case 16."""
+    target = make_target(tie_word_embeddings=True).train()
+    before = weights(target)
+    trainer = make_trainer(target, tmp_path)
+    trainer.train()
+    assert not target.training
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+    assert all(parameter.grad is None for parameter in target.parameters())
+    optimised = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert optimised == {id(parameter) for parameter in trainer.draft.parameters()}
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_norm_weights_move(target, tmp_path, muon):
+    """Case 10: fp32 weights under bf16 autocast, 20 steps at 1e-4."""
+    draft = DFlashDraftModel.from_target(
+        target, num_hidden_layers=1, num_target_layers=2, block_size=4, mask_token_id=96
+    )
+    trainer = make_trainer(
+        target, tmp_path, draft=draft, max_steps=20, learning_rate=1e-4, lr_scheduler_type="constant", bf16=True,
+        use_muon=muon,
+    )
+    trainer.train()
+    for name, parameter in draft.named_parameters():
+        if "norm" in name:
+            assert parameter.dtype == torch.float32
+            assert parameter.ne(1).float().mean() > 0.9, name
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_resuming_equals_an_uninterrupted_run(tmp_path, muon):
+    """Case 24: ten steps, and five plus five, end in the same parameters."""
+    finals = []
+    for name, stops in (("whole", [10]), ("parts", [5, 10])):
+        for stop in stops:
+            target = make_target()
+            trainer = make_trainer(
+                target, tmp_path / name, max_steps=10, save_strategy="steps", save_steps=5, use_muon=muon, seed=3
+            )
+            if stop == 5:
+                trainer.add_callback(StopAt(5))
+            trainer.train(resume_from_checkpoint=str(tmp_path / name / "out" / "checkpoint-5") if stop > 5 and len(stops) > 1 else None)
+        finals.append(weights(trainer.draft))
+    for key, value in finals[0].items():
+        assert torch.equal(value, finals[1][key]), key
+
+
+class StopAt:
+    """A callback that ends training after a step."""
+
+    def __new__(cls, step):
+        from transformers import TrainerCallback
+
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                control.should_training_stop = state.global_step >= step
+
+        return Stop()
+
+
+def test_inner_learning_rates_of_muon_follow_the_schedule(target, tmp_path):
+    trainer = make_trainer(target, tmp_path, use_muon=True, max_steps=8, lr_scheduler_type="linear", warmup_steps=0)
+    seen = []
+    trainer.add_callback(RecordRates(seen))
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, MuonWithAdamW)
+    expected = [1e-2 * (1 - step / 8) for step in range(1, 9)]
+    for inner in ("_muon", "_adamw"):
+        assert [rates[inner] for rates in seen] == pytest.approx(expected)
+    two_dimensional = {id(p) for p in trainer.draft.parameters() if p.ndim == 2}
+    assert {id(p) for group in optimizer._muon.param_groups for p in group["params"]} == two_dimensional
+    assert len(optimizer.state) == len(list(trainer.draft.parameters()))
+
+
+class RecordRates:
+    def __new__(cls, seen):
+        from transformers import TrainerCallback
+
+        class Record(TrainerCallback):
+            def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+                inner = optimizer.optimizer
+                seen.append({name: getattr(inner, name).param_groups[0]["lr"] for name in ("_muon", "_adamw")})
+
+        return Record()
+
+
+def test_muon_state_survives_saving_and_loading():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    twin = copy.deepcopy(model)
+    first, second = MuonWithAdamW(model, lr=0.1), MuonWithAdamW(twin, lr=0.1)
+    inputs = torch.randn(3, 4)
+    for step in range(4):
+        for network, optimizer in ((model, first), (twin, second)):
+            optimizer.zero_grad()
+            network(inputs).pow(2).sum().backward()
+            optimizer.step()
+        if step == 1:
+            second = MuonWithAdamW(twin, lr=0.5)
+            second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_cached_target_states_train_like_fresh_ones(tmp_path):
+    finals = []
+    for cache in (None, "memory"):
+        target = make_target()
+        rows = rows_of(target)
+        trainer = make_trainer(target, tmp_path, rows=rows, eval_rows=rows, cache_target_states=cache)
+        trainer.train()
+        assert len(trainer._state_cache) == (4 if cache else 0)
+        finals.append(weights(trainer.draft))
+    for key, value in finals[0].items():
+        torch.testing.assert_close(value, finals[1][key], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("slot_weights", ["decay", "dpace"])
+def test_evaluation_is_the_same_for_any_batch_size_and_every_time(target, tmp_path, slot_weights):
+    """Cases 15 and 23."""
+    rows = rows_of(target, count=5)
+    results = []
+    for batch_size, workers in ((1, 0), (2, 0), (5, 0), (2, 1)):
+        trainer = make_trainer(
+            target, tmp_path, eval_rows=rows, per_device_eval_batch_size=batch_size, slot_weights=slot_weights,
+            dataloader_num_workers=workers,
+        )
+        for _ in range(2):
+            metrics = trainer.evaluate()
+            results.append({name: value for name, value in metrics.items() if "loss" in name or "acc" in name})
+    assert set(results[0]) == {"eval_loss", "eval_accept_len", *(f"eval_slot_accuracy_{slot}" for slot in (1, 2, 3))}
+    for result in results[1:]:
+        assert result == pytest.approx(results[0], rel=1e-5)
+
+
+def test_the_best_checkpoint_is_loaded_by_eval_loss(target, tmp_path):
+    """Case 23."""
+    rows = rows_of(target)
+    trainer = make_trainer(
+        target, tmp_path, rows=rows, eval_rows=rows, max_steps=6, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+    )
+    trainer.train()
+    assert trainer.state.best_metric == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+def test_the_loss_and_the_acceptance_length_are_logged(target, tmp_path):
+    trainer = make_trainer(target, tmp_path)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 4
+    assert all(1 <= entry["accept_len"] <= 4 for entry in logs)
+    assert logs[0]["loss"] == pytest.approx(math.log(97), rel=0.8)
+
+
+def test_the_saved_folder_holds_the_draft_alone(target, tmp_path):
+    trainer = make_trainer(target, tmp_path)
+    trainer.train()
+    trainer.save_model()
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "out", target=target)
+    assert all(torch.equal(value, weights(trainer.draft)[name]) for name, value in loaded.state_dict().items())
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2 * sum(p.numel() for p in loaded.parameters()) * 4
+
+
+@pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+def test_every_dtype_pair_trains_and_evaluates(tmp_path, draft_dtype, target_dtype):
+    """Case 20."""
+    target = make_target()
+    rows = rows_of(target)
+    target.to(target_dtype)
+    trainer = make_trainer(target, tmp_path, draft=make_draft(target).to(draft_dtype), rows=rows, eval_rows=rows)
+    trainer.train()
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_the_time_budget_ends_training_and_shapes_the_rate(target, tmp_path):
+    trainer = make_trainer(target, tmp_path, max_steps=-1, max_train_minutes=0.01, warmup_steps=0.1)
+    trainer.train()
+    assert trainer.time_budget.progress == 1
+    assert 1 < trainer.state.global_step < 1000
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert max(rates) <= 1e-2
+    assert rates[-1] < 0.3 * max(rates)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"slot_weights": "flat"}, "slot_weights='flat'"),
+        ({"cache_target_states": "gpu"}, "cache_target_states='gpu'"),
+        ({"padding_side": "both"}, "padding_side='both'"),
+        ({"anchors_per_sample": 0}, "anchors_per_sample=0"),
+        ({"loss_decay": 0.0}, "loss_decay=0.0"),
+        ({"dpace_alpha": 1.5}, "dpace_alpha=1.5"),
+        ({"max_train_minutes": -1}, "max_train_minutes=-1"),
+        ({"max_train_minutes": 1, "warmup_steps": 10}, "warmup_steps=10"),
+        ({"max_train_minutes": 1, "lr_scheduler_type": "polynomial"}, "cannot follow the clock"),
+    ],
+)
+def test_invalid_arguments_are_named(values, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
+
+
+def test_a_wrong_target_and_rows_with_the_mask_token_are_refused_before_training(target, draft, tmp_path):
+    with pytest.raises(ValueError, match="width 32 against 48"):
+        make_trainer(make_target(hidden_size=48), tmp_path, draft=draft, rows=[])
+    with pytest.raises(ValueError, match="mask token 96"):
+        make_trainer(target, tmp_path, draft=draft, rows=[{"input_ids": [1, 96, 3]}])
