@@ -55,7 +55,7 @@ def default_target_layer_ids(target_num_hidden_layers: int, num_target_layers: i
     if count == 1:
         return [min(depth // 2, depth - 2)]
     first, last = (1, depth - 3) if depth >= 8 and count <= depth - 3 else (0, depth - 2)
-    return [int(round(first + j * (last - first) / (count - 1))) for j in range(count)]
+    return [round(first + j * (last - first) / (count - 1)) for j in range(count)]
 
 
 def choose_mask_token_id(
@@ -286,7 +286,8 @@ class DFlashConfig(PreTrainedConfig):
             )
 
         depth, heads = text.num_hidden_layers, text.num_attention_heads
-        num_embeddings = text.vocab_size if model is None else model.get_input_embeddings().weight.shape[0]
+        rows_of_embedding: Any = text.vocab_size if model is None else model.get_input_embeddings().weight.shape[0]
+        num_embeddings = int(rows_of_embedding)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         values: dict[str, Any] = {
             "vocab_size": num_embeddings,
@@ -354,11 +355,13 @@ class DFlashConfig(PreTrainedConfig):
         theta = kwargs.pop("rope_theta", None)
         if theta is not None and rope.setdefault("rope_theta", theta) != theta:
             raise ValueError(
-                f"rope_theta={theta} and rope_parameters['rope_theta']={rope['rope_theta']} disagree: give one of them."
+                f"rope_theta={theta} and rope_parameters['rope_theta']={rope['rope_theta']} disagree: give one."
             )
         factor = kwargs.pop("partial_rotary_factor", None) or rope.get("partial_rotary_factor")
         if factor not in (None, 1, 1.0):
-            raise ValueError(f"partial_rotary_factor={factor} is not supported: the draft rotates whole heads. Drop it.")
+            raise ValueError(
+                f"partial_rotary_factor={factor} is not supported: the draft rotates whole heads. Drop it."
+            )
         rope.pop("partial_rotary_factor", None)
         rope.setdefault("rope_theta", self.default_theta)
         rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -375,8 +378,8 @@ class DFlashConfig(PreTrainedConfig):
             raise ValueError(f"block_size={self.block_size} must be at least 2: the anchor and one slot to draft.")
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} must be below vocab_size={self.vocab_size}, the number of rows of "
-                "the target's embedding."
+                f"mask_token_id={self.mask_token_id} must be below vocab_size={self.vocab_size}, the rows of the "
+                "target's embedding."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -434,7 +437,12 @@ def _rope_theta_of(text_config: PreTrainedConfig, default: float) -> float:
 def _token_ids(config: Any) -> list[int]:
     """The pad, eos and bos ids of a model or generation configuration."""
     values = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
-    return [token_id for value in values if value is not None for token_id in (value if isinstance(value, list) else [value])]
+    return [
+        token_id
+        for value in values
+        if value is not None
+        for token_id in (value if isinstance(value, list) else [value])
+    ]
 
 
 __all__ = ["DFlashConfig"]

@@ -96,9 +96,7 @@ def _render(
         return tokenizer.apply_chat_template(part, tools=row.get("tools"), tokenize=False, **kwargs, **template_kwargs)
 
     answers = [
-        index
-        for index, message in enumerate(messages)
-        if message["role"] == "assistant" and index >= first_supervised
+        index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_supervised
     ]
     if not answers:
         return render(messages), []

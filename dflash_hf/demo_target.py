@@ -83,9 +83,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        packed = AutoModelForCausalLM.from_pretrained(
-            gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.bfloat16
-        )
+        packed = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     except ImportError as error:
         raise RuntimeError('Reading the demo target needs `gguf`: pip install "dflash-hf[demo]".') from error

@@ -88,7 +88,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def generate_timed(
-    target: PreTrainedModel, inputs: dict[str, torch.Tensor], draft: DFlashDraftModel | None = None, **kwargs: Any
+    target: Any, inputs: dict[str, torch.Tensor], draft: DFlashDraftModel | None = None, **kwargs: Any
 ) -> Generation:
     """
     Run `target.generate` once and record time and acceptance.

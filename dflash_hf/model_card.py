@@ -21,7 +21,10 @@ TEMPLATE = Path(__file__).with_name("model_card_template.md")
 def environment() -> dict[str, str]:
     """Hardware and software a measurement was made with, in words."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    cpu = platform.processor() or platform.machine()
+    cpu_info = Path("/proc/cpuinfo")  # the only place where Linux names the processor
+    lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = next(iter(names), platform.processor() or platform.machine())
     hardware = torch.cuda.get_device_name() if accelerator is not None and accelerator.type == "cuda" else cpu
     packages = ("torch", "transformers", "dflash-hf")
     return {
@@ -93,7 +96,10 @@ def write_model_card(
         measured=[
             ("acceptance length", f"{summary.accept_len:.2f} of {config.block_size}"),
             ("slots 1 … k all accepted", slots),
-            ("plain → with the draft", f"{summary.plain_tokens_per_s:.1f} → {summary.drafted_tokens_per_s:.1f} tokens/s"),
+            (
+                "plain → with the draft",
+                f"{summary.plain_tokens_per_s:.1f} → {summary.drafted_tokens_per_s:.1f} tokens/s",
+            ),
             ("speed-up (median of the prompts)", f"{summary.speed_up:.2f}×"),
             ("answers identical token by token", f"{summary.num_identical} of {summary.num_prompts}"),
             *where.items(),

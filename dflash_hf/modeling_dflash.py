@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def rotary_angles(
     Returns:
         two tensors of shape `[batch, 1, length, head_dim]`.
     """
-    rope_type, scaling = config.rope_parameters["rope_type"], 1.0
+    rope_type, scaling = (config.rope_parameters or {})["rope_type"], 1.0
     if rope_type == "default":
         exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32)
         inverse_frequencies = config.rope_theta ** (-exponents / config.head_dim)
@@ -284,8 +285,8 @@ class DFlashBody(PreTrainedModel):
             context_hidden_states (`torch.FloatTensor` of shape `[rows, n, num_target_layers * hidden_size]`):
                 Hidden states of the tapped target layers, joined on the last axis. `n` may be 0.
             attention_mask (*optional*):
-                Training: a dict from layer type to a `torch.BoolTensor` `[rows, 1, M * block_size, n + M * block_size]`
-                (True = visible) or a FlexAttention `BlockMask`. Serving: a mask `[rows, cached + n + block_size]`,
+                Training: a dict from layer type to a `torch.BoolTensor` (True = visible) of shape
+                `[rows, 1, M * block_size, n + M * block_size]` or a FlexAttention `BlockMask`. Serving: a mask `[rows, cached + n + block_size]`,
                 nonzero at real tokens, or `None`.
             position_ids (`torch.LongTensor` of shape `[rows, n + M * block_size]`, *optional*):
                 Positions of the new context, then of the slots. By default they continue the cache.
@@ -393,6 +394,12 @@ class TargetModules:
 
     def __init__(self, embedding: nn.Module, head: nn.Module, name: str, *, follow: bool) -> None:
         self.embedding, self.head, self.name, self.follow = embedding, head, name, follow
+
+    @property
+    def embedding_shape(self) -> tuple[int, int]:
+        """Rows and width of the embedding."""
+        rows, width = getattr(self.embedding.weight, "shape", (0, 0))
+        return rows, width
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
         return self
@@ -504,19 +511,21 @@ class DFlashDraftModel(DFlashBody):
         Raises:
             ValueError: no draft fits the target, or a value breaks its rule.
         """
-        draft = cls(DFlashConfig.from_target(target, **config_kwargs)).to(dtype)
+        draft = cls(DFlashConfig.from_target(target, **config_kwargs))
+        for parameter in draft.parameters():
+            parameter.data = parameter.data.to(dtype)
         if isinstance(target, PreTrainedModel):
             draft.tie_target(target)
-            draft.to(target.device)
+            nn.Module.to(draft, target.device)
         else:
             names = ("token", "cache_dir", "local_files_only")
             draft._set_target_source(target, {k: v for k, v in config_kwargs.items() if k in names})
         return draft
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]  # narrower on purpose: what differs is `target`
         cls,
-        pretrained_model_name_or_path: str,
+        pretrained_model_name_or_path: str | os.PathLike[str],
         *model_args: Any,
         target: str | bool | PreTrainedModel | None = None,
         **kwargs: Any,
@@ -545,12 +554,13 @@ class DFlashDraftModel(DFlashBody):
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with names
         try:
-            draft, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
+            draft, info = loaded
         except SafetensorError as error:
             raise OSError(
-                f"The weights in {str(pretrained_model_name_or_path)!r} are damaged ({error}). Fetch or save them again."
+                f"The weights in {str(pretrained_model_name_or_path)!r} are damaged ({error}). Fetch them again."
             ) from error
         problems = [
             f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind])))}"
@@ -610,7 +620,7 @@ class DFlashDraftModel(DFlashBody):
 
     def _check_pair(self, modules: TargetModules, target_config: Any) -> None:
         config, text = self.config, target_config.get_text_config(decoder=True)
-        num_embeddings, embedding_width = modules.embedding.weight.shape
+        num_embeddings, embedding_width = modules.embedding_shape
         head_width = getattr(modules.head, "in_features", embedding_width)
         problems = []
         if not embedding_width == head_width == config.hidden_size:
@@ -685,8 +695,9 @@ class DFlashDraftModel(DFlashBody):
             UntiedDraftError: the draft is not tied and cannot be.
         """
         head = self.get_output_embeddings()
-        dtype = head.weight.dtype if head.weight.is_floating_point() else hidden_states.dtype
-        return head(hidden_states.to(dtype))
+        weight = getattr(head, "weight", None)
+        is_float = isinstance(weight, torch.Tensor) and weight.is_floating_point()  # not so in a quantised head
+        return head(hidden_states.to(weight.dtype) if is_float else hidden_states)
 
 
 __all__ = ["DFlashBody", "DFlashDraftModel", "UntiedDraftError"]

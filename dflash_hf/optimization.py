@@ -93,6 +93,11 @@ class TimeBudget(TrainerCallback, ExportableState):
         """`float`: used share of the budget, 0 to 1."""
         return min(self.elapsed_s / (60 * self.minutes), 1.0)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # a resumed run finds here what the checkpoint recorded, a new one its own state
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        self.elapsed_s = saved["attributes"]["elapsed_s"] if saved else 0.0
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_start = time.monotonic()
 

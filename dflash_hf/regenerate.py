@@ -34,10 +34,14 @@ def read_prompts(path: str | Path) -> list[str]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg}). Write one JSON object a line.") from error
+            raise ValueError(
+                f"{path}, line {number}: not JSON ({error.msg}). Write one JSON object a line."
+            ) from error
         prompt = None
         if isinstance(row, dict):
-            user_messages = [message["content"] for message in row.get("messages", []) if message.get("role") == "user"]
+            user_messages = [
+                message["content"] for message in row.get("messages", []) if message.get("role") == "user"
+            ]
             prompt = next(iter([*row.get("turns", []), *user_messages]), row.get("prompt"))
         if not isinstance(prompt, str):
             raise ValueError(f"{path}, line {number}: no prompt. Each line needs `turns`, `prompt` or `messages`.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -52,11 +53,14 @@ def target_hidden_states(
         ValueError: the target returned no state for a layer, for example because it has fewer layers.
     """
     device = target.device
-    inputs = {
-        "input_ids": input_ids.to(device),
-        "attention_mask": token_valid_mask.to(device=device, dtype=torch.long),
-        "position_ids": position_ids_of(token_valid_mask).to(device),
-    }
+    inputs: dict[str, Any] = {"input_ids": input_ids.to(device)}
+    is_right_padded = bool((token_valid_mask[:, 1:] <= token_valid_mask[:, :-1]).all())
+    if is_right_padded and token_valid_mask[:, :1].all():
+        # A causal model never looks at later padding; without a mask its attention takes the fast path.
+        inputs["position_ids"] = torch.arange(input_ids.shape[1], device=device)[None]
+    else:
+        inputs["attention_mask"] = token_valid_mask.to(device=device, dtype=torch.long)
+        inputs["position_ids"] = position_ids_of(token_valid_mask).to(device)
     if "logits_to_keep" in inspect.signature(target.forward).parameters:
         inputs["logits_to_keep"] = 1  # no logits are needed here
     wanted = [layer_id + 1 for layer_id in target_layer_ids]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalPrediction
 from transformers.utils import logging
@@ -49,7 +48,7 @@ class BlockLosses:
 
 
 def block_losses(
-    model: nn.Module,
+    model: Callable[..., Any],
     draft: DFlashDraftModel,
     plan: DFlashBatchPlan,
     input_ids: torch.Tensor,
@@ -65,7 +64,7 @@ def block_losses(
     Run the draft on the blocks of a plan and compare its supervised slots with the text.
 
     Args:
-        model (`nn.Module`): the draft, or its wrapper for distributed training.
+        model (`Callable`): the draft, its wrapper for distributed training, or a function that calls it.
         draft ([`DFlashDraftModel`]): the draft itself, tied.
         plan ([`DFlashBatchPlan`]): the blocks.
         input_ids (`torch.LongTensor` of shape `[R, S]`): the text.
@@ -150,7 +149,7 @@ class DFlashTrainer(Trainer):
         model.tie_target(target)
         self.target = target.eval().requires_grad_(False)
         eos = target.generation_config.eos_token_id if target.generation_config is not None else None
-        self._data_kwargs = {
+        self._data_kwargs: dict[str, Any] = {
             "max_length": args.max_length,
             "eos_token_ids": eos if isinstance(eos, list) else [eos] if eos is not None else [],
             "chat_template_kwargs": model.config.chat_template_kwargs,
@@ -188,7 +187,7 @@ class DFlashTrainer(Trainer):
         if self.time_budget is not None:
             self.add_callback(self.time_budget)
         if getattr(target, "hf_device_map", None) is None and target.device != args.device:
-            target.to(args.device)
+            nn.Module.to(target, args.device)
         self._state_cache: dict[bytes, torch.Tensor] = {}
         self._train_statistics: torch.Tensor | None = None
 
@@ -199,8 +198,8 @@ class DFlashTrainer(Trainer):
         layer_ids = self.draft.config.target_layer_ids or []
         if self._state_cache:
             rows = [ids[valid] for ids, valid in zip(input_ids, token_valid_mask, strict=True)]
-            cached = [self._state_cache.get(_row_key(row)) for row in rows]
-            if all(state is not None for state in cached):
+            cached = [state for row in rows if (state := self._state_cache.get(_row_key(row))) is not None]
+            if len(cached) == len(rows):
                 width = len(layer_ids) * self.draft.config.hidden_size
                 states = torch.zeros(*input_ids.shape, width, dtype=self.target.dtype, device=input_ids.device)
                 for row, valid, state in zip(states, token_valid_mask, cached, strict=True):
@@ -230,8 +229,13 @@ class DFlashTrainer(Trainer):
             f"Target states of {len(all_ids):,} {description} rows ({num_tokens:,} tokens) take "
             f"{num_tokens * row_bytes / 2**30:.2f} GiB of memory."
         )
-        progress = tqdm(total=num_tokens, desc=f"Target states, {description}", unit="token", unit_scale=True,
-                        disable=self.args.disable_tqdm)
+        progress = logging.tqdm(
+            total=num_tokens,
+            desc=f"Target states, {description}",
+            unit="token",
+            unit_scale=True,
+            disable=self.args.disable_tqdm,
+        )
         collate = DFlashCollator()
         for batch_ids in _batches_by_length(all_ids, batch_tokens):
             rows = [{"input_ids": ids, "supervised_mask": [False] * len(ids), "sample_id": 0} for ids in batch_ids]
@@ -249,7 +253,20 @@ class DFlashTrainer(Trainer):
             self.cache_states(self.train_dataset)
             if self.eval_dataset is not None:
                 self.cache_states(self.eval_dataset, "evaluation")
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._restore_forward()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super().evaluate(*args, **kwargs)
+        if not self.is_in_train:
+            self._restore_forward()
+        return metrics
+
+    def _restore_forward(self) -> None:
+        """accelerate makes `forward` return fp32; the draft that is handed back must fit a target of any dtype."""
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
     # ---- loss ----
 
@@ -267,8 +284,12 @@ class DFlashTrainer(Trainer):
         )
 
     def _block_losses(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], optimizer_step: int) -> BlockLosses:
+        def forward(**kwargs: Any) -> Any:
+            with self.accelerator.autocast():
+                return model(**kwargs)
+
         return block_losses(
-            model,
+            forward,
             self.draft,
             self._plan(inputs, optimizer_step),
             inputs["input_ids"],
@@ -353,8 +374,9 @@ class DFlashTrainer(Trainer):
         if budget is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup, shape = self.args.warmup_steps, str(getattr(self.args.lr_scheduler_type, "value", "linear"))
+        scheduled: Any = self.optimizer if optimizer is None else optimizer
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer if optimizer is None else optimizer,
+            scheduled,
             lambda _: schedule_factor(max(budget.progress, 1e-3), warmup, shape),
         )
         return self.lr_scheduler

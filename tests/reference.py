@@ -33,7 +33,9 @@ def plan(
     for row, tokens in enumerate(valid):
         length = len(tokens)
 
-        def usable(start: int, position: int, row: int = row, tokens: list[int] = tokens, length: int = length) -> bool:
+        def usable(
+            start: int, position: int, row: int = row, tokens: list[int] = tokens, length: int = length
+        ) -> bool:
             if position >= length or not tokens[position]:
                 return False
             return segments is None or segments[row][position] == segments[row][start]
@@ -64,10 +66,14 @@ def plan(
                     if supervised is not None and not supervised[row][anchor + slot]:
                         break
                     with_loss.append(slot)
-            before = 0 if anchor is None else sum(
-                1
-                for position in range(anchor)
-                if tokens[position] and (segments is None or segments[row][position] == segments[row][anchor])
+            before = (
+                0
+                if anchor is None
+                else sum(
+                    1
+                    for position in range(anchor)
+                    if tokens[position] and (segments is None or segments[row][position] == segments[row][anchor])
+                )
             )
             blocks.append({"row": row, "anchor": anchor, "trunk": before, "slots": slots, "loss": with_loss})
     return blocks
@@ -140,7 +146,7 @@ def draft_block(
     """One block alone: `inputs` [slots, H] at positions n …, `context` [n, K*H] at positions 0 … n - 1."""
     n, slots = context.shape[0], inputs.shape[0]
     projected = [rms_norm(weights["fc.weight"] @ row, weights["hidden_norm.weight"], eps) for row in context]
-    x = [row for row in inputs]
+    x = list(inputs)
     for layer in range(num_layers):
 
         def w(name: str, layer: int = layer) -> torch.Tensor:

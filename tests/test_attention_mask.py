@@ -60,7 +60,11 @@ def test_flex_mask_gives_the_outputs_of_the_dense_mask(window, causal):
     }
     outputs = {}
     with torch.no_grad():
-        for implementation, build in (("sdpa", dense_block_mask), ("eager", dense_block_mask), ("flex_attention", flex_block_mask)):
+        for implementation, build in (
+            ("sdpa", dense_block_mask),
+            ("eager", dense_block_mask),
+            ("flex_attention", flex_block_mask),
+        ):
             draft.set_attn_implementation(implementation)
             masks = {
                 "full_attention": build(plan, valid, causal=causal),

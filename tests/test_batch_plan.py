@@ -100,7 +100,9 @@ def test_anchors_do_not_depend_on_batch_order_or_size():
     reversed_batch = build(valid.flip(0).int().tolist(), ids[::-1]).anchor_positions.view(5, 6).flip(0)
     assert torch.equal(together, reversed_batch)
     for row in range(5):
-        assert torch.equal(build(valid[row : row + 1].int().tolist(), ids[row : row + 1]).anchor_positions, together[row])
+        assert torch.equal(
+            build(valid[row : row + 1].int().tolist(), ids[row : row + 1]).anchor_positions, together[row]
+        )
 
 
 def test_left_padding_does_not_change_the_choice():

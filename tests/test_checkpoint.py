@@ -194,7 +194,9 @@ def test_no_weight_is_made_up_and_none_is_dropped(draft, tmp_path, damage):
         tensors["markov_head.weight"] = torch.ones(3)
     else:
         tensors["fc.weight"] = torch.ones(32, 96)
-    save_file({name: value.detach() for name, value in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: value.detach() for name, value in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
     with pytest.raises((ValueError, RuntimeError), match=r"layers.1.mlp.up_proj|markov_head|fc.weight"):
         DFlashDraftModel.from_pretrained(tmp_path)
 
@@ -266,7 +268,14 @@ def test_a_saved_draft_loads_without_the_package_through_remote_code(pair_on_dis
     """Case 31: two source files travel with the checkpoint, and again with what is saved from it."""
     config = json.loads((pair_on_disk / "draft" / "config.json").read_text())
     assert config["auto_map"]["AutoModel"] == "modeling_dflash.DFlashDraftModel"
-    blocked = "class Block:\n    def find_spec(self, name, *a):\n        if name.split('.')[0] == 'dflash_hf': raise ImportError(name)\nsys.meta_path.insert(0, Block())"
+    blocked = "\n".join(
+        [
+            "class Block:",
+            "    def find_spec(self, name, *rest):",
+            "        if name.split('.')[0] == 'dflash_hf': raise ImportError(name)",
+            "sys.meta_path.insert(0, Block())",
+        ]
+    )
     result = run_isolated(
         pair_on_disk,
         setup=blocked,
@@ -280,7 +289,10 @@ def test_a_saved_draft_loads_without_the_package_through_remote_code(pair_on_dis
 def test_local_folders_need_no_network(pair_on_disk):
     """Case 32."""
     result = run_isolated(
-        pair_on_disk, setup="import dflash_hf", arguments="", check="assert type(draft).__module__ == 'dflash_hf.modeling_dflash'"
+        pair_on_disk,
+        setup="import dflash_hf",
+        arguments="",
+        check="assert type(draft).__module__ == 'dflash_hf.modeling_dflash'",
     )
     assert result.stdout.strip().endswith("done"), result.stderr[-2000:]
 
@@ -290,6 +302,15 @@ def test_the_hub_files_import_nothing_else_of_the_package():
     for name in ("configuration_dflash.py", "modeling_dflash.py"):
         source = (Path(__file__).parent.parent / package / name).read_text()
         imports = [line.split()[1] for line in source.splitlines() if line.startswith(("from ", "import "))]
-        allowed = {"torch", "transformers", "safetensors", "huggingface_hub", "__future__", "typing", "types", "inspect"}
+        allowed = {
+            "torch",
+            "transformers",
+            "safetensors",
+            "huggingface_hub",
+            "__future__",
+            "typing",
+            "types",
+            "inspect",
+        }
         assert {part.split(".")[0] for part in imports if not part.startswith(".")} <= allowed
         assert {part for part in imports if part.startswith(".")} <= {".configuration_dflash"}

@@ -43,7 +43,7 @@ def test_default_layers_are_distinct_and_never_the_last():
             ids = default_target_layer_ids(depth, count)
             assert len(set(ids)) == count
             assert ids == sorted(ids)
-            assert 0 <= ids[0]
+            assert ids[0] >= 0
             assert ids[-1] < depth - 1
     with pytest.raises(ValueError, match="num_target_layers=4"):
         default_target_layer_ids(4, 4)
@@ -74,7 +74,7 @@ def test_both_spellings_of_rope_are_one_value():
     assert DFlashConfig(rope_theta=5e5).rope_theta == 5e5
     assert DFlashConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).rope_theta == 5e5
     assert DFlashConfig(rope_theta=5e5, rope_parameters={"rope_theta": 5e5}).rope_theta == 5e5
-    with pytest.raises(ValueError, match="rope_theta=10000.0 and rope_parameters"):
+    with pytest.raises(ValueError, match=r"rope_theta=10000\.0 and rope_parameters"):
         DFlashConfig(rope_theta=1e4, rope_parameters={"rope_theta": 1e6})
 
 
@@ -116,8 +116,12 @@ def test_invalid_values_raise_value_error_with_field_value_and_rule(values, word
 def test_from_target_derives_everything_and_says_what_it_chose(caplog, tokenizer):
     logger = logging.get_logger("dflash_hf.configuration_dflash")
     logger.propagate = True
-    target = make_target(vocab_size=272, num_hidden_layers=9, rope_parameters={"rope_type": "default", "rope_theta": 7e4})
-    config = DFlashConfig.from_target(target, tokenizer=tokenizer, num_hidden_layers=3, num_target_layers=4, block_size=8)
+    target = make_target(
+        vocab_size=272, num_hidden_layers=9, rope_parameters={"rope_type": "default", "rope_theta": 7e4}
+    )
+    config = DFlashConfig.from_target(
+        target, tokenizer=tokenizer, num_hidden_layers=3, num_target_layers=4, block_size=8
+    )
     assert (config.hidden_size, config.vocab_size, config.head_dim, config.intermediate_size) == (32, 272, 8, 64)
     assert (config.num_hidden_layers, config.block_size, config.rope_theta) == (3, 8, 7e4)
     assert config.target_layer_ids == [1, 3, 4, 6]
@@ -127,7 +131,13 @@ def test_from_target_derives_everything_and_says_what_it_chose(caplog, tokenizer
 
 
 def test_from_target_reads_the_text_part_of_a_multimodal_configuration():
-    text = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    text = {
+        "hidden_size": 64,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     target = Gemma3Config(text_config={**text, "vocab_size": 300, "intermediate_size": 96})
     config = DFlashConfig.from_target(target, mask_token_id=299)
     assert (config.hidden_size, config.head_dim, config.vocab_size) == (64, 16, 300)

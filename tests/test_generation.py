@@ -114,7 +114,9 @@ def test_generation_ends_at_an_end_token_in_every_slot(eos_as_list):
 
 def test_sampling_is_accepted_and_finishes(target, draft):
     torch.manual_seed(0)
-    tokens = greedy(target, torch.tensor([[3, 4]]), 20, assistant_model=draft, do_sample=True, temperature=0.8, **DFLASH)
+    tokens = greedy(
+        target, torch.tensor([[3, 4]]), 20, assistant_model=draft, do_sample=True, temperature=0.8, **DFLASH
+    )
     assert len(tokens) == 20
 
 
@@ -136,7 +138,13 @@ def test_a_forgotten_speculation_type_says_what_to_pass(target, draft):
 
 def test_a_wrong_target_is_refused_by_native_generation(draft):
     with pytest.raises(ValueError, match="Use the draft with its own target"):
-        greedy(make_target(hidden_size=64, num_attention_heads=8), torch.tensor([[3, 4]]), 9, assistant_model=draft, **DFLASH)
+        greedy(
+            make_target(hidden_size=64, num_attention_heads=8),
+            torch.tensor([[3, 4]]),
+            9,
+            assistant_model=draft,
+            **DFLASH,
+        )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +176,13 @@ def test_training_logits_of_a_block_equal_the_first_draft_step_of_native_generat
 
     valid = torch.ones_like(text, dtype=torch.bool)
     plan = build_dflash_batch_plan(
-        valid, torch.tensor([1]), anchors_per_sample=20, gamma=3, optimizer_step=0, seed=0, replacement=False,
+        valid,
+        torch.tensor([1]),
+        anchors_per_sample=20,
+        gamma=3,
+        optimizer_step=0,
+        seed=0,
+        replacement=False,
         supervised_mask=torch.arange(text.shape[1])[None] == position + 1,
     )
     assert plan.anchor_positions[plan.block_valid].tolist() == [position]
@@ -210,11 +224,16 @@ def test_a_layer_the_target_lacks_is_named(target):
         target_hidden_states(target, ids, torch.ones_like(ids, dtype=torch.bool), [1, 7])
 
 
-def test_left_and_right_padding_give_the_same_target_states(target):
-    ids = torch.tensor([[5, 6, 7, 0, 0], [0, 0, 5, 6, 7]])
+@pytest.mark.parametrize("rows", [[[5, 6, 7, 0, 0], [0, 0, 5, 6, 7]], [[5, 6, 7, 0, 0], [5, 6, 7, 8, 9]]])
+def test_padding_on_either_side_does_not_change_the_target_states(target, rows):
+    alone = torch.tensor([[5, 6, 7]])
+    expected = target_hidden_states(target, alone, alone > 0, [0, 2])[0]
+    ids = torch.tensor(rows)
     states = target_hidden_states(target, ids, ids > 0, [0, 2])
-    torch.testing.assert_close(states[0, :3], states[1, 2:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states[0, :3], expected, atol=1e-5, rtol=1e-4)
     assert states[0, 3:].eq(0).all()
+    if rows[1][0] == 0:
+        torch.testing.assert_close(states[1, 2:], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_generation_uses_the_checkpoint_of_the_pair(tmp_path):

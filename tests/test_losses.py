@@ -95,7 +95,10 @@ def test_metrics_do_not_depend_on_how_rows_are_batched():
     correct, mask = torch.rand(8, 4) > 0.4, torch.rand(8, 4) > 0.2
     mask[:, 0] = False
     whole = summarize(row_statistics(losses, weights, correct, mask, rows=4))
-    parts = [row_statistics(losses[a:b], weights[a:b], correct[a:b], mask[a:b], rows=(b - a) // 2) for a, b in ((0, 2), (2, 8))]
+    parts = [
+        row_statistics(losses[a:b], weights[a:b], correct[a:b], mask[a:b], rows=(b - a) // 2)
+        for a, b in ((0, 2), (2, 8))
+    ]
     assert summarize(torch.cat(parts)) == pytest.approx(whole)
     expected = sum(reference.accepted(c, m) for c, m in zip(correct.tolist(), mask.tolist(), strict=True))
     assert whole["accept_len"] == pytest.approx(1 + expected / int(mask.any(-1).sum()))

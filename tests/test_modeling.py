@@ -94,7 +94,9 @@ def test_block_cannot_see_context_at_or_after_its_anchor(draft):
     inputs = torch.randn(1, 36, 32, requires_grad=True)
     hidden = run_training(draft, context, inputs, plan, valid)
     for block in range(9):
-        context_gradient, input_gradient = torch.autograd.grad(hidden[block].pow(2).sum(), [context, inputs], retain_graph=True)
+        context_gradient, input_gradient = torch.autograd.grad(
+            hidden[block].pow(2).sum(), [context, inputs], retain_graph=True
+        )
         assert context_gradient[0, block:].eq(0).all()
         assert block == 0 or context_gradient[0, :block].ne(0).any()
         own = torch.zeros(36, dtype=torch.bool)
@@ -189,7 +191,7 @@ def test_every_dtype_pair_computes_in_the_drafts_and_returns_the_targets(draft, 
 
 def test_a_wrong_target_is_refused_in_forward_with_both_sides_in_the_message(draft):
     """Case 29: native generation never ties, so forward looks again."""
-    with pytest.raises(ValueError, match="width 32 and 64 context values.*gave 48 and 96"):
+    with pytest.raises(ValueError, match=r"width 32 and 64 context values.*gave 48 and 96"):
         draft(noise_embeds=torch.randn(1, 4, 48), context_hidden_states=torch.randn(1, 5, 96))
     with pytest.raises(ValueError, match="attention_mask has 3 columns"):
         draft(
@@ -241,7 +243,9 @@ def test_the_body_owns_no_embedding_and_no_head(draft):
     names = set(draft.state_dict())
     assert names >= {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.k_norm.weight"}
     assert not any("embed" in name or "head" in name for name in names)
-    assert sum(parameter.numel() for parameter in draft.parameters()) == sum(v.numel() for v in draft.state_dict().values())
+    assert sum(parameter.numel() for parameter in draft.parameters()) == sum(
+        v.numel() for v in draft.state_dict().values()
+    )
 
 
 def test_registered_with_the_auto_classes():

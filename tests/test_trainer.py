@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import greedy, make_draft, make_target
+from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data import DFlashCollator
@@ -21,9 +22,7 @@ def rows_of(target, count: int = 4, prompt_length: int = 5, new_tokens: int = 30
     for index in range(count):
         prompt = torch.randint(1, 96, (1, prompt_length + index), generator=generator)
         answer = greedy(target, prompt, new_tokens, suppress_tokens=[96])
-        rows.append(
-            {"input_ids": prompt[0].tolist() + answer, "loss_mask": [0] * prompt.shape[1] + [1] * len(answer)}
-        )
+        rows.append({"input_ids": prompt[0].tolist() + answer, "loss_mask": [0] * prompt.shape[1] + [1] * len(answer)})
     return rows
 
 
@@ -66,7 +65,12 @@ def test_an_overfitted_draft_is_accepted_whole_by_native_generation(target, tmp_
     for row in rows:
         prompt = torch.tensor([row["input_ids"][: row["loss_mask"].index(1)]])
         generation = generate_timed(
-            target, {"input_ids": prompt}, trainer.draft, max_new_tokens=29, do_sample=False, suppress_tokens=[96],
+            target,
+            {"input_ids": prompt},
+            trainer.draft,
+            max_new_tokens=29,
+            do_sample=False,
+            suppress_tokens=[96],
             pad_token_id=0,
         )
         assert generation.token_ids == row["input_ids"][prompt.shape[1] :][:29]
@@ -139,7 +143,13 @@ def test_norm_weights_move(target, tmp_path, muon):
         target, num_hidden_layers=1, num_target_layers=2, block_size=4, mask_token_id=96
     )
     trainer = make_trainer(
-        target, tmp_path, draft=draft, max_steps=20, learning_rate=1e-4, lr_scheduler_type="constant", bf16=True,
+        target,
+        tmp_path,
+        draft=draft,
+        max_steps=20,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        bf16=True,
         use_muon=muon,
     )
     trainer.train()
@@ -161,23 +171,24 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path, muon):
             )
             if stop == 5:
                 trainer.add_callback(StopAt(5))
-            trainer.train(resume_from_checkpoint=str(tmp_path / name / "out" / "checkpoint-5") if stop > 5 and len(stops) > 1 else None)
+            trainer.train(
+                resume_from_checkpoint=str(tmp_path / name / "out" / "checkpoint-5")
+                if stop > 5 and len(stops) > 1
+                else None
+            )
         finals.append(weights(trainer.draft))
     for key, value in finals[0].items():
         assert torch.equal(value, finals[1][key]), key
 
 
-class StopAt:
-    """A callback that ends training after a step."""
+class StopAt(TrainerCallback):
+    """Ends training after a step."""
 
-    def __new__(cls, step):
-        from transformers import TrainerCallback
+    def __init__(self, step):
+        self.step = step
 
-        class Stop(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                control.should_training_stop = state.global_step >= step
-
-        return Stop()
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
 
 
 def test_inner_learning_rates_of_muon_follow_the_schedule(target, tmp_path):
@@ -195,16 +206,15 @@ def test_inner_learning_rates_of_muon_follow_the_schedule(target, tmp_path):
     assert len(optimizer.state) == len(list(trainer.draft.parameters()))
 
 
-class RecordRates:
-    def __new__(cls, seen):
-        from transformers import TrainerCallback
+class RecordRates(TrainerCallback):
+    """Notes the learning rates inside the optimizer after every step."""
 
-        class Record(TrainerCallback):
-            def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-                inner = optimizer.optimizer
-                seen.append({name: getattr(inner, name).param_groups[0]["lr"] for name in ("_muon", "_adamw")})
+    def __init__(self, seen):
+        self.seen = seen
 
-        return Record()
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        inner = optimizer.optimizer
+        self.seen.append({name: getattr(inner, name).param_groups[0]["lr"] for name in ("_muon", "_adamw")})
 
 
 def test_muon_state_survives_saving_and_loading():
@@ -244,7 +254,11 @@ def test_evaluation_is_the_same_for_any_batch_size_and_every_time(target, tmp_pa
     results = []
     for batch_size, workers in ((1, 0), (2, 0), (5, 0), (2, 1)):
         trainer = make_trainer(
-            target, tmp_path, eval_rows=rows, per_device_eval_batch_size=batch_size, slot_weights=slot_weights,
+            target,
+            tmp_path,
+            eval_rows=rows,
+            per_device_eval_batch_size=batch_size,
+            slot_weights=slot_weights,
             dataloader_num_workers=workers,
         )
         for _ in range(2):
@@ -259,8 +273,16 @@ def test_the_best_checkpoint_is_loaded_by_eval_loss(target, tmp_path):
     """Case 23."""
     rows = rows_of(target)
     trainer = make_trainer(
-        target, tmp_path, rows=rows, eval_rows=rows, max_steps=6, eval_strategy="steps", eval_steps=2,
-        save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        target,
+        tmp_path,
+        rows=rows,
+        eval_rows=rows,
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
     )
     trainer.train()
     assert trainer.state.best_metric == pytest.approx(trainer.evaluate()["eval_loss"])
@@ -281,7 +303,9 @@ def test_the_saved_folder_holds_the_draft_alone(target, tmp_path):
     trainer.save_model()
     loaded = DFlashDraftModel.from_pretrained(tmp_path / "out", target=target)
     assert all(torch.equal(value, weights(trainer.draft)[name]) for name, value in loaded.state_dict().items())
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2 * sum(p.numel() for p in loaded.parameters()) * 4
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2 * sum(
+        p.numel() for p in loaded.parameters()
+    ) * 4
 
 
 @pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16])
@@ -296,6 +320,18 @@ def test_every_dtype_pair_trains_and_evaluates(tmp_path, draft_dtype, target_dty
     assert math.isfinite(trainer.evaluate()["eval_loss"])
 
 
+def test_a_draft_trained_in_bf16_generates_at_once_with_its_live_target(tmp_path):
+    target = make_target()
+    rows = rows_of(target)
+    trainer = make_trainer(target.bfloat16(), tmp_path, rows=rows, eval_rows=rows, bf16=True)
+    for use in (trainer.train, trainer.evaluate):
+        use()
+        assert (
+            len(greedy(target, torch.tensor([[3, 4]]), 9, assistant_model=trainer.draft, speculation_type="dflash"))
+            == 9
+        )
+
+
 def test_the_time_budget_ends_training_and_shapes_the_rate(target, tmp_path):
     trainer = make_trainer(target, tmp_path, max_steps=-1, max_train_minutes=0.01, warmup_steps=0.1)
     trainer.train()
@@ -304,6 +340,31 @@ def test_the_time_budget_ends_training_and_shapes_the_rate(target, tmp_path):
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert max(rates) <= 1e-2
     assert rates[-1] < 0.3 * max(rates)
+
+
+def test_a_resumed_run_has_only_the_rest_of_its_time_budget(target, tmp_path):
+    budget = {"max_steps": -1, "max_train_minutes": 0.02, "save_strategy": "steps", "save_steps": 5}
+    trainer = make_trainer(target, tmp_path, **budget)
+    trainer.add_callback(StopAt(5))
+    trainer.train()
+    used = trainer.time_budget.elapsed_s
+    assert used > 0
+    resumed = make_trainer(target, tmp_path, **budget)
+    seen = []
+    resumed.add_callback(RecordElapsed(resumed.time_budget, seen))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
+    assert seen[0] == pytest.approx(used, abs=0.1)
+    assert resumed.time_budget.progress == 1
+
+
+class RecordElapsed(TrainerCallback):
+    """Notes the used time before every step."""
+
+    def __init__(self, budget, seen):
+        self.budget, self.seen = budget, seen
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.seen.append(self.budget.elapsed_s)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..demo_target import DEMO_TARGET_NAME, prepare_demo_target
@@ -24,6 +26,7 @@ from ..modeling_dflash import DFlashDraftModel
 from ..regenerate import generate_answers, read_prompts
 from ..trainer import DFlashTrainer
 from ..training_args import DFlashTrainingArguments
+from .loading import load_target
 from .training_run import run_training
 
 DATA = files("dflash_hf") / "demo_data"
@@ -33,7 +36,9 @@ EVAL_ROWS = 32
 
 def demo(
     target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: SmolLM2-135M-Instruct.")] = None,
-    output_dir: Annotated[Path, typer.Option(help="Draft, card, picture and checkpoints go here.")] = Path("dflash-demo"),
+    output_dir: Annotated[Path, typer.Option(help="Draft, card, picture and checkpoints go here.")] = Path(
+        "dflash-demo"
+    ),
     minutes: Annotated[float, typer.Option(help="Training time; the rest comes on top.")] = 5.0,
     questions: Annotated[int, typer.Option(help="Held-out questions to answer, 1 to 64.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 160,
@@ -42,6 +47,7 @@ def demo(
     anchors: Annotated[int, typer.Option(help="Blocks trained in each row and step.")] = 48,
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate of Muon.")] = 4e-3,
+    rows: Annotated[int | None, typer.Option(help="Learn from this many answers; default: all.")] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="Train anew although a draft is there.")] = False,
 ) -> None:
     """Train a draft for a real chat model in a few minutes and compare its answers with and without it."""
@@ -49,6 +55,8 @@ def demo(
     if minutes <= 0:
         raise ValueError(f"--minutes {minutes} must be positive.")
     heldout = read_prompts(str(DATA / "gsm8k_test_questions.jsonl"))
+    if rows is not None and rows < 1:
+        raise ValueError(f"--rows {rows} must be at least 1.")
     if not 1 <= questions <= len(heldout):
         raise ValueError(f"--questions {questions} must be 1 to {len(heldout)}.")
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -56,10 +64,7 @@ def demo(
 
     console.rule("[bold]1 · target")
     folder = target or str(prepare_demo_target())
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_target(folder, torch.bfloat16)
     name = target or DEMO_TARGET_NAME
     console.print(f"{name}, {model.num_parameters() / 1e6:.0f} M parameters, bf16, on {model.device}")
 
@@ -70,8 +75,11 @@ def demo(
         training = json.loads(record_file.read_text())
         console.print(f"Using the draft in {draft_dir} (--retrain makes a new one).")
     else:
-        rows = _answers(model, tokenizer, target, output_dir, console)
-        random.Random(0).shuffle(rows)  # they come sorted by length
+        if retrain:
+            shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
+        answers = _answers(model, tokenizer, target, output_dir, console)
+        random.Random(0).shuffle(answers)  # they come sorted by length
+        answers = answers[: None if rows is None else rows + EVAL_ROWS]
         draft = DFlashDraftModel.from_target(
             model, tokenizer=tokenizer, num_hidden_layers=draft_layers, block_size=block_size
         )
@@ -102,16 +110,16 @@ def demo(
             model=draft,
             target=model,
             args=args,
-            train_dataset=rows[:-EVAL_ROWS],
-            eval_dataset=rows[-EVAL_ROWS:],
+            train_dataset=answers[:-EVAL_ROWS],
+            eval_dataset=answers[-EVAL_ROWS:],
             processing_class=tokenizer,
         )
-        if not run_training(trainer, console, resume=not retrain):
+        if not run_training(trainer, console, resume=True):
             raise typer.Exit(130)
         metrics = trainer.evaluate()
         draft.save_pretrained(draft_dir)
         training = {
-            "data": f"{len(rows) - EVAL_ROWS} GSM8K train questions, answered greedily by the target",
+            "data": f"{len(answers) - EVAL_ROWS} GSM8K train questions, answered greedily by the target",
             "training minutes": minutes,
             "steps": trainer.state.global_step,
             "epochs": round(trainer.state.epoch or 0, 1),
@@ -122,7 +130,8 @@ def demo(
         console.print(f"Unseen rows: acceptance length {metrics['eval_accept_len']:.2f} an anchor")
 
     console.rule("[bold]3 · with and without the draft")
-    draft = DFlashDraftModel.from_pretrained(draft_dir, dtype=model.dtype, target=model).to(model.device)
+    draft = DFlashDraftModel.from_pretrained(draft_dir, dtype=model.dtype, target=model)
+    nn.Module.to(draft, model.device)
     pairs = compare_on_prompts(model, draft, tokenizer, heldout[:questions], max_new_tokens=max_new_tokens)
     comparisons = list(track(pairs, total=questions, description="answering twice", console=console))
     summary = summarize_comparisons(comparisons, draft.config.block_size)
@@ -178,7 +187,7 @@ def _save(
     draw_slot_acceptance(summary, draft_dir / "slot_acceptance.png")
     protocol = (
         f"`dflash-hf demo`: {summary.num_prompts} GSM8K test questions without instructions, greedy, bf16, at most "
-        f"{max_new_tokens} new tokens, batch 1, transformers' own loop; plain and drafted answers alternate in one run."
+        f"{max_new_tokens} new tokens, batch 1, transformers' own loop; plain and drafted answers alternate."
     )
     write_model_card(
         draft_dir,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import nn
 
 from ..configuration_dflash import DFlashConfig
 from ..evaluation import Comparison, chat_inputs, compare_on_prompts, generate_timed, summarize_comparisons
 from ..modeling_dflash import DFlashDraftModel
+from .loading import load_target
 
 
 def generate(
@@ -28,12 +28,10 @@ def generate(
     name = target or DFlashConfig.from_pretrained(draft).target_name_or_path
     if name is None:
         raise ValueError(f"The draft {draft!r} names no target. Pass --target.")
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    pair = DFlashDraftModel.from_pretrained(draft, dtype=model.dtype, target=model).to(model.device)
-    kwargs = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    model, tokenizer = load_target(name, dtype)
+    pair = DFlashDraftModel.from_pretrained(draft, dtype=model.dtype, target=model)
+    nn.Module.to(pair, model.device)
+    kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         kwargs["temperature"] = temperature
     if compare:

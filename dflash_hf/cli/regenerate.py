@@ -10,10 +10,10 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..demo_target import prepare_demo_target
 from ..regenerate import generate_answers, read_prompts
+from .loading import load_target
 
 
 def regenerate(
@@ -36,9 +36,7 @@ def regenerate(
     console.print(f"{len(questions)} prompts, {len(questions) - len(todo)} answered already.")
 
     name = target or str(prepare_demo_target())
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).to(device).eval()
+    model, tokenizer = load_target(name, torch.bfloat16)
     with out.open("a", encoding="utf-8") as stream:
         rows = generate_answers(model, tokenizer, todo, max_new_tokens=max_new_tokens, batch_size=batch_size)
         for count, row in enumerate(rows, start=1):

