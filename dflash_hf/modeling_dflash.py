@@ -286,8 +286,8 @@ class DFlashBody(PreTrainedModel):
                 Hidden states of the tapped target layers, joined on the last axis. `n` may be 0.
             attention_mask (*optional*):
                 Training: a dict from layer type to a `torch.BoolTensor` (True = visible) of shape
-                `[rows, 1, M * block_size, n + M * block_size]` or a FlexAttention `BlockMask`. Serving: a mask `[rows, cached + n + block_size]`,
-                nonzero at real tokens, or `None`.
+                `[rows, 1, M * block_size, n + M * block_size]` or a FlexAttention `BlockMask`. Serving: a
+                mask `[rows, cached + n + block_size]`, nonzero at real tokens, or `None`.
             position_ids (`torch.LongTensor` of shape `[rows, n + M * block_size]`, *optional*):
                 Positions of the new context, then of the slots. By default they continue the cache.
             cache (`Cache`, *optional*):
@@ -561,6 +561,11 @@ class DFlashDraftModel(DFlashBody):
         except SafetensorError as error:
             raise OSError(
                 f"The weights in {str(pretrained_model_name_or_path)!r} are damaged ({error}). Fetch them again."
+            ) from error
+        except OSError as error:
+            raise OSError(
+                f"The draft {str(pretrained_model_name_or_path)!r} cannot be loaded: "
+                f"{' '.join(str(error).split())} Give the folder or the Hub name of a draft."
             ) from error
         problems = [
             f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind])))}"

@@ -126,8 +126,8 @@ def schedule_factor(progress: float, warmup: float, shape: str) -> float:
     Example:
 
     ```python
-    >>> schedule_factor(0.05, 0.1, "linear"), schedule_factor(0.55, 0.1, "linear"), schedule_factor(1.0, 0.1, "cosine")
-    (0.5, 0.5, 0.0)
+    >>> [round(schedule_factor(progress, 0.1, "linear"), 3) for progress in (0.05, 0.1, 0.55, 1.0)]
+    [0.5, 1.0, 0.5, 0.0]
 
     ```
     """

@@ -225,13 +225,13 @@ class DFlashTrainer(Trainer):
         config = self.draft.config
         num_tokens = sum(len(ids) for ids in all_ids)
         row_bytes = len(config.target_layer_ids or []) * config.hidden_size * self.target.dtype.itemsize
+        needed = f"{num_tokens * row_bytes / 2**30:.2f} GiB"
         logger.warning_advice(
-            f"Target states of {len(all_ids):,} {description} rows ({num_tokens:,} tokens) take "
-            f"{num_tokens * row_bytes / 2**30:.2f} GiB of memory."
+            f"Target states of {len(all_ids):,} {description} rows ({num_tokens:,} tokens) take {needed}."
         )
         progress = logging.tqdm(
             total=num_tokens,
-            desc=f"Target states, {description}",
+            desc=f"Target states of the {description} rows, {needed} of memory",
             unit="token",
             unit_scale=True,
             disable=self.args.disable_tqdm,

@@ -311,6 +311,7 @@ def test_the_hub_files_import_nothing_else_of_the_package():
             "typing",
             "types",
             "inspect",
+            "os",
         }
         assert {part.split(".")[0] for part in imports if not part.startswith(".")} <= allowed
         assert {part for part in imports if part.startswith(".")} <= {".configuration_dflash"}

@@ -103,7 +103,6 @@ def demo(
             logging_steps=5,
             save_steps=100,
             save_total_limit=1,
-            disable_tqdm=True,
             report_to="none",
         )
         trainer = DFlashTrainer(

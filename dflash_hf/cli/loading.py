@@ -17,9 +17,16 @@ def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, P
 
     Returns:
         `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: the target in evaluation mode, and its tokenizer.
+
+    Raises:
+        OSError: weights or tokenizer cannot be read.
     """
-    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    try:
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        raise OSError(f"The target {name!r} cannot be loaded: {error}") from error
     device = torch.accelerator.current_accelerator()
     if device is not None and torch.accelerator.is_available():
         nn.Module.to(target, device)
-    return target, AutoTokenizer.from_pretrained(name)
+    return target, tokenizer

@@ -1,0 +1,72 @@
+"""SmolLM2-135M-Instruct with real weights: the demo end to end, and exactness of decoding in fp32."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.demo_target import prepare_demo_target
+from dflash_hf.evaluation import chat_inputs, generate_timed
+from dflash_hf.regenerate import read_prompts
+
+pytestmark = pytest.mark.real_model
+QUESTIONS = Path(__file__).parent.parent / "dflash_hf" / "demo_data" / "gsm8k_test_questions.jsonl"
+
+
+def run_demo(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "dflash_hf", "demo", "--output-dir", str(folder), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def demo_folder(tmp_path_factory) -> Path:
+    """A short demo: a few rows, half a minute of training."""
+    folder = tmp_path_factory.mktemp("demo")
+    run_demo(folder, "--minutes", "0.6", "--rows", "96", "--questions", "2", "--max-new-tokens", "48")
+    return folder
+
+
+def test_the_demo_learns_measures_and_saves(demo_folder):
+    results = json.loads((demo_folder / "results.json").read_text())
+    assert len(results["prompts"]) == 2
+    assert results["summary"]["accept_len"] > 1.1  # 1.0 is an untrained draft
+    assert (
+        len(results["summary"]["slot_acceptance"])
+        == DFlashDraftModel.from_pretrained(demo_folder / "draft").config.block_size - 1
+    )
+    card = (demo_folder / "draft" / "README.md").read_text()
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in card
+    assert str(demo_folder) not in card
+    assert (demo_folder / "draft" / "slot_acceptance.png").stat().st_size > 5000
+
+
+def test_a_second_demo_reuses_the_draft(demo_folder):
+    before = (demo_folder / "draft" / "model.safetensors").read_bytes()
+    output = run_demo(demo_folder, "--questions", "1", "--max-new-tokens", "16")
+    assert "Using the draft in" in output
+    assert (demo_folder / "draft" / "model.safetensors").read_bytes() == before
+
+
+def test_fp32_greedy_answers_are_identical_with_and_without_the_draft(demo_folder):
+    """Case 40."""
+    folder = prepare_demo_target()
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    draft = DFlashDraftModel.from_pretrained(demo_folder / "draft", target=target)
+    accepted = []
+    for prompt in read_prompts(QUESTIONS)[:4]:
+        inputs = chat_inputs(tokenizer, prompt, target.device)
+        kwargs = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": tokenizer.pad_token_id}
+        drafted = generate_timed(target, inputs, draft, **kwargs)
+        assert drafted.token_ids == generate_timed(target, inputs, **kwargs).token_ids
+        accepted += drafted.committed
+    assert sum(accepted) / len(accepted) > 1.05
