@@ -286,8 +286,8 @@ class DFlashConfig(PreTrainedConfig):
             )
 
         depth, heads = text.num_hidden_layers, text.num_attention_heads
-        rows_of_embedding: Any = text.vocab_size if model is None else model.get_input_embeddings().weight.shape[0]
-        num_embeddings = int(rows_of_embedding)
+        embedding: Any = None if model is None else model.get_input_embeddings()
+        num_embeddings = text.vocab_size if embedding is None else embedding.weight.shape[0]
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         values: dict[str, Any] = {
             "vocab_size": num_embeddings,

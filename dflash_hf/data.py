@@ -93,7 +93,8 @@ def _render(
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
 
     def render(part: list[dict[str, Any]], **kwargs: Any) -> str:
-        return tokenizer.apply_chat_template(part, tools=row.get("tools"), tokenize=False, **kwargs, **template_kwargs)
+        text = tokenizer.apply_chat_template(part, tools=row.get("tools"), tokenize=False, **kwargs, **template_kwargs)
+        return str(text)
 
     answers = [
         index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_supervised

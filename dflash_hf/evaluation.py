@@ -88,7 +88,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def generate_timed(
-    target: Any, inputs: dict[str, torch.Tensor], draft: DFlashDraftModel | None = None, **kwargs: Any
+    target: PreTrainedModel, inputs: dict[str, torch.Tensor], draft: DFlashDraftModel | None = None, **kwargs: Any
 ) -> Generation:
     """
     Run `target.generate` once and record time and acceptance.
@@ -105,6 +105,7 @@ def generate_timed(
     Returns:
         [`Generation`]
     """
+    generate: Any = target.generate  # a mixin's method, which type checkers do not see
     context_lengths: list[int] = []
     target_passes: list[None] = []
     handles = [target.register_forward_pre_hook(lambda module, args: target_passes.append(None))]
@@ -118,7 +119,7 @@ def generate_timed(
     try:
         _synchronize(target.device)
         start = time.perf_counter()
-        output = target.generate(**inputs, **kwargs)
+        output = generate(**inputs, **kwargs)
         _synchronize(target.device)
         seconds = time.perf_counter() - start
     finally:

@@ -120,14 +120,13 @@ def head_cross_entropy(
         `tuple[torch.FloatTensor, torch.LongTensor]`, each of shape `[P]`: the cross-entropy of each slot in fp32,
         differentiable in `hidden_states` (not reduced), and the most likely token.
     """
-    weight = getattr(head, "weight", None)
+    weight = head.weight if isinstance(head.weight, torch.Tensor) and head.weight.is_floating_point() else None
     is_plain = type(head) is nn.Linear and head.bias is None and type(weight) in (nn.Parameter, torch.Tensor)
-    if is_plain and head.weight.is_floating_point():
-        return _FrozenHeadCrossEntropy.apply(hidden_states, head.weight.detach(), labels, chunk_size)
+    if is_plain and weight is not None:
+        return _FrozenHeadCrossEntropy.apply(hidden_states, weight.detach(), labels, chunk_size)
 
     def chunk_loss(chunk: torch.Tensor, chunk_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        is_float = isinstance(weight, torch.Tensor) and weight.is_floating_point()
-        logits = head(chunk.to(weight.dtype) if is_float else chunk).float()
+        logits = head(chunk if weight is None else chunk.to(weight.dtype)).float()
         return functional.cross_entropy(logits, chunk_labels, reduction="none"), logits.argmax(-1)
 
     chunks = [

@@ -700,9 +700,9 @@ class DFlashDraftModel(DFlashBody):
             UntiedDraftError: the draft is not tied and cannot be.
         """
         head = self.get_output_embeddings()
-        weight = getattr(head, "weight", None)
-        is_float = isinstance(weight, torch.Tensor) and weight.is_floating_point()  # not so in a quantised head
-        return head(hidden_states.to(weight.dtype) if is_float else hidden_states)
+        if isinstance(head.weight, torch.Tensor) and head.weight.is_floating_point():  # not so in a quantised head
+            hidden_states = hidden_states.to(head.weight.dtype)
+        return head(hidden_states)
 
 
 __all__ = ["DFlashBody", "DFlashDraftModel", "UntiedDraftError"]

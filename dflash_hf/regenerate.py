@@ -81,6 +81,7 @@ def generate_answers(
     Yields:
         `dict`: `messages` (user and assistant) and `finish_reason`, `"stop"` or `"length"`.
     """
+    generate: Any = target.generate  # a mixin's method, which type checkers do not see
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     texts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **(chat_template_kwargs or {}))
@@ -98,7 +99,7 @@ def generate_answers(
             padding_side="left",
             add_special_tokens=False,
         ).to(target.device)
-        output = target.generate(
+        output = generate(
             **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id
         )
         for index, answer in zip(indices, output[:, inputs["input_ids"].shape[1] :], strict=True):

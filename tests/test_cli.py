@@ -148,6 +148,9 @@ def test_a_missing_or_wrong_target_ends_in_one_line(run, saved_target, tmp_path)
     code, _, err = run("train", "--target", tmp_path / "nowhere", "--dataset", rows, "--output_dir", out)
     assert code == 1
     assert "nowhere" in error_line(err)
+    code, _, err = run("generate", "1+1?", "--draft", "nowhere")
+    assert code == 1
+    assert "The draft 'nowhere' cannot be loaded" in error_line(err)
     target, other = saved_target(), saved_target("other", hidden_size=64)
     make_draft(AutoModelForCausalLM.from_pretrained(target), mask_token_id=270).save_pretrained(tmp_path / "pair")
     code, _, err = run("generate", "1+1?", "--draft", tmp_path / "pair", "--target", other)

@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from ..configuration_dflash import DFlashConfig
 from ..evaluation import Comparison, chat_inputs, compare_on_prompts, generate_timed, summarize_comparisons
 from ..modeling_dflash import DFlashDraftModel
 from .loading import load_target
@@ -25,12 +24,13 @@ def generate(
 ) -> None:
     """Answer a prompt with a draft; print acceptance length and tokens a second."""
     console = Console()
-    name = target or DFlashConfig.from_pretrained(draft).target_name_or_path
+    pair = DFlashDraftModel.from_pretrained(draft, target=False)
+    name = target or pair.config.target_name_or_path
     if name is None:
         raise ValueError(f"The draft {draft!r} names no target. Pass --target.")
     model, tokenizer = load_target(name, dtype)
-    pair = DFlashDraftModel.from_pretrained(draft, dtype=model.dtype, target=model)
-    nn.Module.to(pair, model.device)
+    pair.tie_target(model)
+    nn.Module.to(pair, model.device, model.dtype)
     kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         kwargs["temperature"] = temperature
