@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -125,8 +126,11 @@ def head_cross_entropy(
     if is_plain and weight is not None:
         return _FrozenHeadCrossEntropy.apply(hidden_states, weight.detach(), labels, chunk_size)
 
+    frozen = {name: parameter.detach() for name, parameter in head.named_parameters()}
+
     def chunk_loss(chunk: torch.Tensor, chunk_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head(chunk if weight is None else chunk.to(weight.dtype)).float()
+        chunk = chunk if weight is None else chunk.to(weight.dtype)
+        logits = functional_call(head, frozen, (chunk,)).float()
         return functional.cross_entropy(logits, chunk_labels, reduction="none"), logits.argmax(-1)
 
     chunks = [

@@ -113,7 +113,7 @@ class DFlashTrainer(Trainer):
             The draft; tied to `target` here. Keep its weights in fp32 and use `bf16=True` in the arguments.
         target (`PreTrainedModel` or `str`):
             The live target, or its Hub name or folder. Put in evaluation mode, moved to the training device unless it
-            was spread with `device_map`; its parameters stop requiring gradients; never trained, never saved.
+            was spread with `device_map`; never trained, never saved.
         args ([`DFlashTrainingArguments`]):
             Training arguments.
         train_dataset, eval_dataset (`datasets.Dataset` or a sequence of rows, *optional*):
@@ -147,20 +147,17 @@ class DFlashTrainer(Trainer):
         if isinstance(target, str):
             target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         model.tie_target(target)
-        self.target = target.eval().requires_grad_(False)
+        # Not frozen with requires_grad_(False): nothing here asks for its gradients, and generate on a CPU would then
+        # copy the whole head in every draft step (matmul folds a sliced input only if the weight requires a gradient).
+        self.target = target.eval()
         eos = target.generation_config.eos_token_id if target.generation_config is not None else None
         self._data_kwargs: dict[str, Any] = {
             "max_length": args.max_length,
             "eos_token_ids": eos if isinstance(eos, list) else [eos] if eos is not None else [],
             "chat_template_kwargs": model.config.chat_template_kwargs,
             "forbidden_token_id": model.config.mask_token_id,
+            "tokenizer": processing_class,
         }
-        if train_dataset is not None:
-            train_dataset = prepare_dataset(train_dataset, processing_class, **self._data_kwargs)
-        if eval_dataset is not None:
-            eval_dataset = prepare_dataset(
-                eval_dataset, processing_class, **self._data_kwargs, description="evaluation"
-            )
         if args.use_muon and "optimizer_cls_and_kwargs" not in kwargs:
             kwargs["optimizer_cls_and_kwargs"] = (
                 make_muon_with_adamw,
@@ -177,8 +174,8 @@ class DFlashTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            train_dataset=self._prepared(train_dataset, "train"),
+            eval_dataset=self._prepared(eval_dataset, "evaluation"),
             processing_class=processing_class,
             **kwargs,
         )
@@ -190,6 +187,14 @@ class DFlashTrainer(Trainer):
             nn.Module.to(target, args.device)
         self._state_cache: dict[bytes, torch.Tensor] = {}
         self._train_statistics: torch.Tensor | None = None
+
+    def _prepared(self, dataset: Any, description: str) -> Any:
+        """Tokenised rows; several named evaluation sets stay a dict, what is prepared already is left alone."""
+        if isinstance(dataset, dict):
+            return {name: self._prepared(part, f"{description} ({name})") for name, part in dataset.items()}
+        if dataset is None or "supervised_mask" in (getattr(dataset, "column_names", None) or ()):
+            return dataset
+        return prepare_dataset(dataset, **self._data_kwargs, description=description)
 
     # ---- target states ----
 
@@ -251,15 +256,20 @@ class DFlashTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.cache_target_states == "memory":
             self.cache_states(self.train_dataset)
-            if self.eval_dataset is not None:
-                self.cache_states(self.eval_dataset, "evaluation")
+            eval_sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+            for eval_set in eval_sets.values():
+                if eval_set is not None:
+                    self.cache_states(eval_set, "evaluation")
         try:
             return super().train(*args, **kwargs)
         finally:
             self._restore_forward()
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = super().evaluate(*args, **kwargs)
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Keeps Trainer's contract; raw rows are taken too."""
+        if not isinstance(eval_dataset, str):  # a name of one of several evaluation sets
+            eval_dataset = self._prepared(eval_dataset, "evaluation")
+        metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if not self.is_in_train:
             self._restore_forward()
         return metrics

@@ -269,6 +269,14 @@ def test_evaluation_is_the_same_for_any_batch_size_and_every_time(target, tmp_pa
         assert result == pytest.approx(results[0], rel=1e-5)
 
 
+def test_raw_rows_and_several_named_sets_are_evaluated(target, tmp_path):
+    rows = rows_of(target)
+    trainer = make_trainer(target, tmp_path, rows=rows, eval_rows={"a": rows[:2], "b": rows[2:]}, max_steps=1)
+    metrics = trainer.evaluate()
+    assert trainer.evaluate(rows[:2])["eval_loss"] == pytest.approx(metrics["eval_a_loss"])
+    assert metrics["eval_b_accept_len"] >= 1
+
+
 def test_the_best_checkpoint_is_loaded_by_eval_loss(target, tmp_path):
     """Case 23."""
     rows = rows_of(target)

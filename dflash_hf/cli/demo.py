@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from ..demo_target import DEMO_TARGET_NAME, prepare_demo_target
@@ -43,11 +43,11 @@ def demo(
     questions: Annotated[int, typer.Option(help="Held-out questions to answer, 1 to 64.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 160,
     draft_layers: Annotated[int, typer.Option(help="Layers of the draft.")] = 3,
-    block_size: Annotated[int, typer.Option(help="Slots a block, the anchor included.")] = 8,
-    anchors: Annotated[int, typer.Option(help="Blocks trained in each row and step.")] = 48,
+    block_size: Annotated[int, typer.Option(help="Slots a block, the anchor included.")] = 6,
+    anchors: Annotated[int, typer.Option(help="Blocks trained in each row and step.")] = 32,
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate of Muon.")] = 4e-3,
-    rows: Annotated[int | None, typer.Option(help="Learn from this many answers; default: all.")] = None,
+    rows: Annotated[int, typer.Option(help="Learn from at most this many answers.")] = 768,
     retrain: Annotated[bool, typer.Option("--retrain", help="Train anew although a draft is there.")] = False,
 ) -> None:
     """Train a draft for a real chat model in a few minutes and compare its answers with and without it."""
@@ -55,7 +55,7 @@ def demo(
     if minutes <= 0:
         raise ValueError(f"--minutes {minutes} must be positive.")
     heldout = read_prompts(str(DATA / "gsm8k_test_questions.jsonl"))
-    if rows is not None and rows < 1:
+    if rows < 1:
         raise ValueError(f"--rows {rows} must be at least 1.")
     if not 1 <= questions <= len(heldout):
         raise ValueError(f"--questions {questions} must be 1 to {len(heldout)}.")
@@ -69,24 +69,12 @@ def demo(
     console.print(f"{name}, {model.num_parameters() / 1e6:.0f} M parameters, bf16, on {model.device}")
 
     console.rule("[bold]2 · draft")
-    draft_dir = output_dir / "draft"
-    record_file = output_dir / "training.json"
-    if (draft_dir / "model.safetensors").is_file() and record_file.is_file() and not retrain:
-        training = json.loads(record_file.read_text())
-        console.print(f"Using the draft in {draft_dir} (--retrain makes a new one).")
-    else:
+    draft_dir, record_file = output_dir / "draft", output_dir / "training.json"
+    if retrain or not ((draft_dir / "model.safetensors").is_file() and record_file.is_file()):
         if retrain:
             shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
         answers = _answers(model, tokenizer, target, output_dir, console)
-        random.Random(0).shuffle(answers)  # they come sorted by length
-        answers = answers[: None if rows is None else rows + EVAL_ROWS]
-        draft = DFlashDraftModel.from_target(
-            model, tokenizer=tokenizer, num_hidden_layers=draft_layers, block_size=block_size
-        )
-        console.print(
-            f"{sum(p.numel() for p in draft.parameters()) / 1e6:.1f} M parameters, reads layers "
-            f"{draft.config.target_layer_ids}, blocks of {block_size}, mask token {draft.config.mask_token_id}"
-        )
+        random.Random(0).shuffle(answers)  # those of another target come sorted by length
         args = DFlashTrainingArguments(
             output_dir=str(output_dir / "checkpoints"),
             max_train_minutes=minutes,
@@ -103,30 +91,20 @@ def demo(
             logging_steps=5,
             save_steps=100,
             save_total_limit=1,
+            disable_tqdm=False,
             report_to="none",
         )
-        trainer = DFlashTrainer(
-            model=draft,
-            target=model,
-            args=args,
-            train_dataset=answers[:-EVAL_ROWS],
-            eval_dataset=answers[-EVAL_ROWS:],
-            processing_class=tokenizer,
+        set_seed(args.seed)
+        draft = DFlashDraftModel.from_target(
+            model, tokenizer=tokenizer, num_hidden_layers=draft_layers, block_size=block_size
         )
-        if not run_training(trainer, console, resume=True):
-            raise typer.Exit(130)
-        metrics = trainer.evaluate()
+        rows_used = answers[: rows + EVAL_ROWS]
+        training = _train(draft, model, tokenizer, rows_used, args, console)
         draft.save_pretrained(draft_dir)
-        training = {
-            "data": f"{len(answers) - EVAL_ROWS} GSM8K train questions, answered greedily by the target",
-            "training minutes": minutes,
-            "steps": trainer.state.global_step,
-            "epochs": round(trainer.state.epoch or 0, 1),
-            "acceptance length on unseen rows, per anchor": round(metrics["eval_accept_len"], 2),
-            **changed_arguments(args),
-        }
         record_file.write_text(json.dumps(training, indent=1))
-        console.print(f"Unseen rows: acceptance length {metrics['eval_accept_len']:.2f} an anchor")
+    else:
+        training = json.loads(record_file.read_text())
+        console.print(f"Using the draft in {draft_dir} (--retrain makes a new one).")
 
     console.rule("[bold]3 · with and without the draft")
     draft = DFlashDraftModel.from_pretrained(draft_dir, dtype=model.dtype, target=model)
@@ -137,6 +115,37 @@ def demo(
     _show(summary, comparisons[0], tokenizer, console)
     _save(output_dir, draft_dir, draft, summary, comparisons, training, None if target else name, max_new_tokens)
     console.print(f"Draft, model card and picture: {draft_dir}. All numbers: {output_dir / 'results.json'}.")
+
+
+def _train(
+    draft: DFlashDraftModel,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[dict[str, Any]],
+    args: DFlashTrainingArguments,
+    console: Console,
+) -> dict[str, Any]:
+    """Train the draft on all rows but the last, which are held out, and return the record of the training."""
+    trainer = DFlashTrainer(
+        model=draft,
+        target=model,
+        args=args,
+        train_dataset=rows[:-EVAL_ROWS],
+        eval_dataset=rows[-EVAL_ROWS:],
+        processing_class=tokenizer,
+    )
+    console.print(f"{sum(p.numel() for p in draft.parameters()) / 1e6:.1f} M parameters")
+    if not run_training(trainer, console, resume=True):
+        raise typer.Exit(130)
+    accept_len = trainer.evaluate()["eval_accept_len"]
+    return {
+        "data": f"{len(trainer.train_dataset)} GSM8K train questions, answered greedily by the target",
+        "training minutes": args.max_train_minutes,
+        "steps": trainer.state.global_step,
+        "epochs": round(trainer.state.epoch or 0, 1),
+        "acceptance length on unseen rows, per anchor": round(accept_len, 2),
+        **changed_arguments(args),
+    }
 
 
 def _answers(

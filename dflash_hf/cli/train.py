@@ -11,7 +11,7 @@ import datasets
 import typer
 import yaml
 from rich.console import Console
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, set_seed
 
 from ..modeling_dflash import DFlashDraftModel
 from ..trainer import DFlashTrainer
@@ -141,6 +141,7 @@ def train(context: typer.Context) -> None:
     if pair.draft is not None:
         draft = DFlashDraftModel.from_pretrained(pair.draft, dtype="float32", target=target)
     else:
+        set_seed(args.seed)
         draft = DFlashDraftModel.from_target(
             target,
             tokenizer=tokenizer,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -108,10 +107,11 @@ def run_training(trainer: DFlashTrainer, console: Console, *, resume: bool) -> b
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(LiveProgress(console, trainer))
     trainer.add_callback(interrupt)
-    start = time.monotonic()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    result = trainer.train(resume_from_checkpoint=checkpoint)
     if interrupt.was_interrupted:
         console.print(f"Interrupted: checkpoint of step {trainer.state.global_step} kept in {output_dir}.")
         return False
-    console.print(f"Trained {trainer.state.global_step} steps in {time.monotonic() - start:.0f} s.")
+    console.print(
+        f"Step {trainer.state.global_step} reached after {result.metrics['train_runtime']:.0f} s of training."
+    )
     return True
