@@ -34,16 +34,19 @@ def environment() -> dict[str, str]:
 
 
 def changed_arguments(args: DFlashTrainingArguments) -> dict[str, Any]:
-    """Training arguments that differ from their defaults, without folders and reporting."""
+    """Training arguments that differ from their defaults and bear on the result: no folders, reports or schedules of
+    saving."""
     default = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
-    skipped = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to", "logging_steps", "eval_steps"}
-    skipped |= {"save_steps", "save_total_limit", "save_strategy", "eval_strategy", "logging_strategy", "use_cpu"}
-    skipped |= {name for name in vars(args) if name.startswith("_") or "hub" in name or "push" in name}
-    return {
-        name: value
-        for name, value in vars(args).items()
-        if name not in skipped and value != getattr(default, name, None) and isinstance(value, str | int | float)
-    }
+    skipped = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to", "use_cpu", "mixed_precision"}
+    if args.max_train_minutes is not None:
+        skipped.add("max_steps")  # the clock ended the run
+    changed = {}
+    for name, value in vars(args).items():
+        if name in skipped or name.startswith(("_", "logging", "save", "eval", "hub", "push")):
+            continue
+        if value != getattr(default, name, None) and isinstance(value, str | int | float):
+            changed[name] = getattr(value, "value", value)
+    return changed
 
 
 def write_model_card(
@@ -54,7 +57,7 @@ def write_model_card(
     protocol: str,
     training: Mapping[str, Any],
     base_model: str | None = None,
-    title: str | None = None,
+    draft_name: str | None = None,
     picture: str | None = None,
 ) -> ModelCard:
     """
@@ -67,7 +70,7 @@ def write_model_card(
         protocol (`str`): prompts, temperature, length, dtype, in one or two sentences.
         training (`Mapping`): how it was trained: data, arguments, steps.
         base_model (`str`, *optional*): Hub name of the target; default: the one in the configuration.
-        title (`str`, *optional*): heading; default: the folder's name.
+        draft_name (`str`, *optional*): heading, and what the usage snippet loads; default: the folder's name.
         picture (`str`, *optional*): file name of the per-slot picture inside the folder.
 
     Returns:
@@ -86,9 +89,9 @@ def write_model_card(
             tags=["dflash", "speculative-decoding", "draft-model"],
         ),
         template_path=str(TEMPLATE),
-        title=title or folder.resolve().name,
+        title=draft_name or folder.resolve().name,
         base_model_name=name,
-        draft_name=folder.resolve().name,
+        draft_name=draft_name or folder.resolve().name,
         block_size=config.block_size,
         num_drafted=config.block_size - 1,
         protocol=protocol,

@@ -131,7 +131,7 @@ def test_the_target_is_bit_identical_after_training_and_gets_no_gradient(tmp_pat
     trainer.train()
     assert not target.training
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
-    assert all(parameter.grad is None for parameter in target.parameters())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in target.parameters())
     optimised = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert optimised == {id(parameter) for parameter in trainer.draft.parameters()}
 

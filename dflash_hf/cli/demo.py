@@ -204,6 +204,7 @@ def _save(
         protocol=protocol,
         training=training,
         base_model=base_model,
+        draft_name=f"{output_dir.name}/{draft_dir.name}",
         picture="slot_acceptance.png",
     )
     results = {
