@@ -207,7 +207,7 @@ def summarize_comparisons(comparisons: Sequence[Comparison], block_size: int) ->
         [`Summary`]
     """
     committed = [count for comparison in comparisons for count in comparison.drafted.committed]
-    passes = max(len(committed), 1)
+    passes = len(committed) or float("nan")  # an answer of one token needs no pass with a draft
 
     def rate(generations: list[Generation]) -> float:
         return sum(len(g.token_ids) for g in generations) / sum(g.seconds for g in generations)

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import io
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_draft
-from transformers import AutoModelForCausalLM
+from rich.console import Console
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dflash_hf import DFlashDraftModel, demo_target
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, demo_target
 from dflash_hf.cli import main
 from dflash_hf.cli.train import parse_arguments
+from dflash_hf.cli.training_run import run_training
 from dflash_hf.regenerate import generate_answers, read_prompts
 
 QUICK = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1",
@@ -90,6 +94,32 @@ def test_train_resumes_from_its_last_checkpoint(run, saved_target, tmp_path):
     assert code == 0, err
     assert "Resuming from" in stdout
     assert "checkpoint-2" in stdout.replace("\n", "")
+
+
+def test_ctrl_c_keeps_a_checkpoint_that_training_continues_from(target, tmp_path):
+    class PressCtrlC(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    def make() -> DFlashTrainer:
+        args = DFlashTrainingArguments(
+            output_dir=str(tmp_path), max_steps=5, save_steps=100, anchors_per_sample=4, report_to="none", use_cpu=True
+        )
+        return DFlashTrainer(model=make_draft(target), target=target, args=args, train_dataset=[{"input_ids": [1] * 9}])
+
+    before = signal.getsignal(signal.SIGINT)
+    console = Console(file=io.StringIO())
+    trainer = make()
+    trainer.add_callback(PressCtrlC())
+    assert not run_training(trainer, console, resume=True)
+    assert trainer.state.global_step == 3
+    assert (tmp_path / "checkpoint-3" / "model.safetensors").is_file()
+    assert "checkpoint of step 3 kept" in console.file.getvalue()
+    assert signal.getsignal(signal.SIGINT) is before
+    trainer = make()
+    assert run_training(trainer, console, resume=True)
+    assert trainer.state.global_step == 5
 
 
 def test_help_lists_every_argument(run):

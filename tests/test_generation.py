@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -245,6 +246,11 @@ def test_generation_uses_the_checkpoint_of_the_pair(tmp_path):
     prompt = torch.tensor([[3, 4, 5]])
     assert greedy(target, prompt, 12, assistant_model=draft, **DFLASH) == greedy(target, prompt, 12)
     assert not draft.is_tied  # native generation needs no tie
+
+
+def test_an_answer_without_a_drafted_pass_has_no_acceptance_length():
+    generation = Generation([1], 1.0, [])
+    assert math.isnan(summarize_comparisons([Comparison("a", generation, generation)], block_size=4).accept_len)
 
 
 def test_summary_counts_what_was_committed():
