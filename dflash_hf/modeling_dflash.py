@@ -497,6 +497,8 @@ class DFlashDraftModel(DFlashBody):
         """
         Make a new draft with random weights for a target, and tie it.
 
+        Of a target given by name only embedding and head are read.
+
         Args:
             target (`str` or `PreTrainedModel`):
                 Hub name or folder of the target, or the live target; the draft goes to a live target's device.
@@ -510,6 +512,7 @@ class DFlashDraftModel(DFlashBody):
 
         Raises:
             ValueError: no draft fits the target, or a value breaks its rule.
+            UntiedDraftError: the target cannot be read.
         """
         draft = cls(DFlashConfig.from_target(target, **config_kwargs))
         for parameter in draft.parameters():
@@ -519,8 +522,22 @@ class DFlashDraftModel(DFlashBody):
             nn.Module.to(draft, target.device)
         else:
             names = ("token", "cache_dir", "local_files_only")
-            draft._set_target_source(target, {k: v for k, v in config_kwargs.items() if k in names})
+            hub_kwargs = {name: config_kwargs[name] for name in names if name in config_kwargs}
+            draft.tie_target(target, revision=draft.config.target_revision, **hub_kwargs)
+        draft._start_with_even_logits()
         return draft
+
+    @torch.no_grad()
+    def _start_with_even_logits(self) -> None:
+        """
+        Scale the last norm so that the first logits have a standard deviation of about one.
+
+        A trained head is large: behind a norm of weight 1 a new draft starts out confident and wrong, and spends a
+        good part of a short training on forgetting that.
+        """
+        weight = self.get_output_embeddings().weight
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # not so in a quantised head
+            self.norm.weight.fill_(1 / weight.float().norm(dim=-1).mean().item())
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # narrower on purpose: what differs is `target`

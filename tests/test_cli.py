@@ -106,7 +106,9 @@ def test_ctrl_c_keeps_a_checkpoint_that_training_continues_from(target, tmp_path
         args = DFlashTrainingArguments(
             output_dir=str(tmp_path), max_steps=5, save_steps=100, anchors_per_sample=4, report_to="none", use_cpu=True
         )
-        return DFlashTrainer(model=make_draft(target), target=target, args=args, train_dataset=[{"input_ids": [1] * 9}])
+        return DFlashTrainer(
+            model=make_draft(target), target=target, args=args, train_dataset=[{"input_ids": [1] * 9}]
+        )
 
     before = signal.getsignal(signal.SIGINT)
     console = Console(file=io.StringIO())

@@ -268,6 +268,20 @@ def test_registered_with_the_auto_classes():
     assert model.norm.weight.eq(1).all()
 
 
+def test_a_new_draft_starts_with_even_logits_and_a_target_by_name_equals_the_live_one(tmp_path):
+    target = make_target()
+    target.save_pretrained(tmp_path)
+    settings = {"num_hidden_layers": 1, "num_target_layers": 2, "block_size": 4, "mask_token_id": 96}
+    drafts = []
+    for source in (target, str(tmp_path)):
+        torch.manual_seed(0)
+        drafts.append(DFlashDraftModel.from_target(source, **settings))
+    live, named = drafts
+    assert torch.equal(live.norm.weight, named.norm.weight)
+    hidden = live(noise_embeds=torch.randn(8, 4, 32), context_hidden_states=torch.randn(8, 5, 64)).last_hidden_state
+    assert 0.7 < live.compute_logits(hidden).std() < 1.3
+
+
 def test_tensor_parallel_plan_names_existing_modules(draft):
     modules = {name.replace(f"layers.{index}", "layers.*") for index in range(2) for name, _ in draft.named_modules()}
     assert set(DFlashConfig.base_model_tp_plan) <= modules
