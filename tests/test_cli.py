@@ -172,6 +172,16 @@ def test_bad_arguments_end_in_one_line(run, saved_target, tmp_path, extra, words
     assert words in error_line(err)
 
 
+def test_unknown_and_unparsable_flags_end_in_one_line(run):
+    code, _, err = run("train", "--blok", "3")
+    assert code == 1
+    assert "--blok" in error_line(err)
+    code, _, err = run("train", "--block_size", "many")
+    assert code == 2
+    assert err.strip().splitlines()[-1].startswith("dflash-hf train: error: argument --block_size")
+    assert len(err.strip().splitlines()) == 2
+
+
 def test_a_missing_or_wrong_target_ends_in_one_line(run, saved_target, tmp_path):
     rows, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "draft"
     code, _, err = run("train", "--dataset", rows, "--output_dir", out)

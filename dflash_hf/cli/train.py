@@ -91,7 +91,8 @@ def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlash
         FileNotFoundError: the file is missing.
     """
     kinds: Any = (DraftAndDataArguments, DFlashTrainingArguments)
-    parser = HfArgumentParser(kinds, prog="dflash-hf train [FILE.yaml]")
+    usage = "dflash-hf train [FILE.yaml] --target T --dataset D [--name value …]"
+    parser = HfArgumentParser(kinds, prog="dflash-hf train", usage=usage)
     parser.set_defaults(output_dir="dflash-draft", bf16=True, report_to="none")
     if arguments and not arguments[0].startswith("-"):
         values = _read_argument_file(Path(arguments[0]))
