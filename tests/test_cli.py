@@ -163,6 +163,7 @@ def test_bad_data_files_end_in_one_line(run, saved_target, tmp_path, content, wo
         (["--eval_rows", "99"], "eval_rows=99 must be below the 5 rows"),
         (["--draft", "nowhere"], "nowhere"),
         (["--block_size", "1"], "block_size=1"),
+        (["--target_dtype", "half"], "dtype='half' must be one of"),
     ],
 )
 def test_bad_arguments_end_in_one_line(run, saved_target, tmp_path, extra, words):

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 
 def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
@@ -19,8 +21,11 @@ def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, P
         `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: the target in evaluation mode, and its tokenizer.
 
     Raises:
+        ValueError: the dtype is unknown.
         OSError: weights or tokenizer cannot be read.
     """
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
     try:
         target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)
