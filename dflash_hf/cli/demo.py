@@ -138,8 +138,9 @@ def _train(
     if not run_training(trainer, console, resume=True):
         raise typer.Exit(130)
     accept_len = trainer.evaluate()["eval_accept_len"]
+    rows_trained: Any = trainer.train_dataset  # less than came in, if some had nothing to learn from
     return {
-        "data": f"{len(trainer.train_dataset)} GSM8K train questions, answered greedily by the target",
+        "data": f"{len(rows_trained)} GSM8K train questions, answered greedily by the target",
         "training minutes": args.max_train_minutes,
         "steps": trainer.state.global_step,
         "epochs": round(trainer.state.epoch or 0, 1),
