@@ -77,7 +77,7 @@ def test_packed_blocks_equal_the_loop_written_network_in_value_and_gradient(vari
             for block in range(6)
         ]
     )
-    assert sorted(plan.anchor_positions.tolist())[0] == 0 or plan.anchor_positions.min() >= 0
+    assert plan.anchor_positions.tolist() != [0] * 6
     # fp64 weights; norms and angles are fp32 by design, which bounds the agreement
     torch.testing.assert_close(hidden, expected, atol=2e-5, rtol=1e-4)
     expected_gradients = torch.autograd.grad((expected * probe).sum(), [*parameters, context, inputs])
