@@ -35,6 +35,11 @@ class Generation:
         """`float`: new tokens a second, prefill included."""
         return len(self.token_ids) / self.seconds
 
+    @property
+    def accept_len(self) -> float:
+        """`float`: mean tokens a verify pass with a draft committed; NaN if there was none."""
+        return sum(self.committed) / len(self.committed) if self.committed else float("nan")
+
 
 @dataclass
 class Comparison:

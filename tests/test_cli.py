@@ -201,7 +201,6 @@ def test_a_missing_or_wrong_target_ends_in_one_line(run, saved_target, tmp_path)
     assert "width 32 against 64" in error_line(err)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a file is used as a folder")
 def test_an_unwritable_output_folder_ends_in_one_line(run, saved_target, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     rows = write_rows(tmp_path / "rows.jsonl")

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from ..evaluation import Comparison, chat_inputs, compare_on_prompts, generate_timed, summarize_comparisons
+from ..evaluation import chat_inputs, compare_on_prompts, generate_timed
 from ..modeling_dflash import DFlashDraftModel
 from .loading import load_target
 
@@ -40,12 +40,10 @@ def generate(
     else:
         inputs = chat_inputs(tokenizer, prompt, model.device, pair.config.chat_template_kwargs)
         drafted = generate_timed(model, inputs, pair, pad_token_id=tokenizer.pad_token_id, **kwargs)
-        comparison = Comparison(prompt, plain=drafted, drafted=drafted)
     console.print(tokenizer.decode(drafted.token_ids, skip_special_tokens=True), markup=False, highlight=False)
-    summary = summarize_comparisons([comparison], pair.config.block_size)
     console.rule()
     console.print(
-        f"{len(drafted.token_ids)} tokens, acceptance length {summary.accept_len:.2f}, "
+        f"{len(drafted.token_ids)} tokens, acceptance length {drafted.accept_len:.2f}, "
         f"{drafted.tokens_per_s:.1f} tokens/s"
     )
     if compare:
