@@ -174,7 +174,7 @@ def build_dflash_batch_plan(
         sample_rows=row_index.expand_as(anchors).flatten(),
         anchor_ids=anchor_ids.flatten(),
         anchor_positions=anchors.flatten(),
-        trunk_lengths=_tokens_before(token_valid_mask, segment_ids).gather(1, anchors).flatten(),
+        trunk_lengths=tokens_before(token_valid_mask, segment_ids).gather(1, anchors).flatten(),
         query_positions=query_positions.flatten(0, 1),
         label_positions=query_positions.flatten(0, 1),
         block_valid=block_valid.flatten(),
@@ -207,8 +207,17 @@ def _distinct_anchors(
     return columns, valid
 
 
-def _tokens_before(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None) -> torch.Tensor:
-    """`[R, S]`: valid tokens strictly before each column, of the same document."""
+def tokens_before(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None) -> torch.Tensor:
+    """
+    Count the valid tokens strictly before each column, of the same document; for a real token this is its position.
+
+    Args:
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
+
+    Returns:
+        `torch.LongTensor` of shape `[R, S]`.
+    """
     before = token_valid_mask.cumsum(-1) - token_valid_mask.long()
     if segment_ids is None:
         return before

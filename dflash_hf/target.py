@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .batch_plan import tokens_before
 
-def position_ids_of(token_valid_mask: torch.Tensor) -> torch.Tensor:
+
+def position_ids_of(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
     """
     Positions as `generate` counts them: the first real token of a row is 0, whatever padding comes before it.
 
     Args:
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): in packed rows every document starts at 0.
 
     Returns:
-        `torch.LongTensor` of shape `[R, S]`; padding before the first token has position 0.
+        `torch.LongTensor` of shape `[R, S]`; padding has the position of the token that would come there.
 
     Example:
 
@@ -27,7 +30,7 @@ def position_ids_of(token_valid_mask: torch.Tensor) -> torch.Tensor:
 
     ```
     """
-    return (token_valid_mask.cumsum(-1) - 1).clamp(min=0)
+    return tokens_before(token_valid_mask, segment_ids)
 
 
 @torch.no_grad()

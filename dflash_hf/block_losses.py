@@ -1,0 +1,92 @@
+"""The loss of one batch's blocks: the plan's blocks through the draft, its supervised slots against the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .attention_mask import training_masks
+from .batch_plan import DFlashBatchPlan
+from .losses import decay_weights, default_loss_decay, dpace_weights, head_cross_entropy
+from .modeling_dflash import DFlashDraftModel
+from .target import position_ids_of
+
+
+@dataclass
+class BlockLosses:
+    """
+    What one batch's blocks lost.
+
+    Args:
+        plan ([`DFlashBatchPlan`]): the blocks.
+        cross_entropy (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
+        weights (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
+        is_correct (`torch.BoolTensor` of shape `[N, B]`): the most likely token is the label.
+    """
+
+    plan: DFlashBatchPlan
+    cross_entropy: torch.Tensor
+    weights: torch.Tensor
+    is_correct: torch.Tensor
+
+
+def block_losses(
+    model: Callable[..., Any],
+    draft: DFlashDraftModel,
+    plan: DFlashBatchPlan,
+    input_ids: torch.Tensor,
+    token_valid_mask: torch.Tensor,
+    context_hidden_states: torch.Tensor,
+    *,
+    segment_ids: torch.Tensor | None = None,
+    slot_weights: str = "decay",
+    loss_decay: float | None = None,
+    dpace_alpha: float = 0.5,
+    head_chunk_size: int = 256,
+) -> BlockLosses:
+    """
+    Run the draft on the blocks of a plan and compare its supervised slots with the text.
+
+    Args:
+        model (`Callable`): the draft, its wrapper for distributed training, or a function that calls it.
+        draft ([`DFlashDraftModel`]): the draft itself, tied.
+        plan ([`DFlashBatchPlan`]): the blocks.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): the text.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        context_hidden_states (`torch.FloatTensor` of shape `[R, S, num_target_layers * hidden_size]`): of the target.
+        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
+        slot_weights, loss_decay, dpace_alpha, head_chunk_size: as in [`DFlashTrainingArguments`].
+
+    Returns:
+        [`BlockLosses`]; `cross_entropy` is attached to the graph even if no slot is supervised.
+    """
+    rows, length = input_ids.shape
+    block_size = draft.config.block_size
+    anchors = plan.anchor_positions.view(rows, -1)
+    positions = position_ids_of(token_valid_mask, segment_ids)
+    slots = torch.arange(block_size, device=input_ids.device)
+    slot_positions = (positions.gather(1, anchors)[..., None] + slots).flatten(1)
+    hidden_states = model(
+        noise_embeds=draft.embed_blocks(input_ids.gather(1, anchors)),
+        context_hidden_states=context_hidden_states,
+        attention_mask=training_masks(draft.config, plan, token_valid_mask, segment_ids),
+        position_ids=torch.cat([positions, slot_positions], dim=1),
+        query_valid_mask=plan.slot_valid.view(rows, -1),
+    ).last_hidden_state.view(plan.loss_mask.shape[0], block_size, -1)
+
+    labels = input_ids[plan.sample_rows[:, None], plan.label_positions.clamp(max=length - 1)]
+    supervised = plan.loss_mask
+    slot_cross_entropy, predictions = head_cross_entropy(
+        draft.get_output_embeddings(), hidden_states[supervised], labels[supervised], chunk_size=head_chunk_size
+    )
+    cross_entropy = torch.zeros(supervised.shape, device=labels.device).masked_scatter(supervised, slot_cross_entropy)
+    is_correct = torch.zeros_like(supervised).masked_scatter(supervised, predictions == labels[supervised])
+    if slot_weights == "dpace":
+        weights = dpace_weights(cross_entropy, supervised, dpace_alpha)
+    else:
+        decay = None if slot_weights == "uniform" else loss_decay or default_loss_decay(block_size)
+        weights = decay_weights(supervised, decay)
+    return BlockLosses(plan, cross_entropy, weights, is_correct)
