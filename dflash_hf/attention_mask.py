@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from .batch_plan import DFlashBatchPlan
+from .block_attention import BlockAttention, visible_context
 from .configuration_dflash import DFlashConfig
 
 
@@ -33,21 +38,10 @@ def dense_block_mask(
     Returns:
         `torch.BoolTensor` of shape `[R, 1, M * B, S + M * B]`, True = visible; keys are the context, then the slots.
     """
-    rows, length = token_valid_mask.shape
-    block_size = plan.block_size
-    anchors = plan.anchor_positions.view(rows, -1)
-    blocks = anchors.shape[1]
-    device = token_valid_mask.device
-    columns = torch.arange(length, device=device)
-
-    queries = plan.query_positions.view(rows, blocks * block_size, 1)
-    block_valid = plan.block_valid.view(rows, blocks)
-    sees_context = (columns < anchors[..., None]) & token_valid_mask[:, None] & block_valid[..., None]
-    if segment_ids is not None:
-        sees_context = sees_context & (segment_ids[:, None] == segment_ids.gather(1, anchors)[..., None])
-    sees_context = sees_context.repeat_interleave(block_size, dim=1)  # [R, M * B, S]
-    if window is not None:
-        sees_context = sees_context & (queries - columns < window)
+    rows, block_size = token_valid_mask.shape[0], plan.block_size
+    blocks, device = plan.anchor_positions.numel() // rows, token_valid_mask.device
+    sees_context = visible_context(plan, token_valid_mask, window=window, segment_ids=segment_ids)
+    sees_context = sees_context.expand(-1, -1, block_size, -1).flatten(1, 2)  # [R, M * B, S]
 
     slot_index = torch.arange(blocks * block_size, device=device)
     same_block = slot_index[:, None] // block_size == slot_index // block_size
@@ -98,7 +92,15 @@ def flex_block_mask(
             sees_slot = sees_slot & (slot <= query)
         return sees_context | ((key >= length) & (sees_slot | (slot == query)))
 
-    return create_block_mask(visible, rows, None, num_slots, length + num_slots, device=token_valid_mask.device)
+    device = token_valid_mask.device
+    create = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
+    return create(visible, rows, None, num_slots, length + num_slots, device=device)
+
+
+@functools.cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    """One compiled function for all masks: uncompiled, it would hold every query-key pair in memory."""
+    return torch.compile(create_block_mask)
 
 
 def training_masks(
@@ -106,20 +108,28 @@ def training_masks(
     plan: DFlashBatchPlan,
     token_valid_mask: torch.Tensor,
     segment_ids: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor | BlockMask]:
+    kind: str = "auto",
+) -> dict[str, torch.Tensor | BlockMask | BlockAttention]:
     """
-    One mask for each layer type of the draft, in the form its attention implementation takes.
+    One mask for each layer type of the draft, in the form of the kernel that is to run.
 
     Args:
-        config ([`DFlashConfig`]): layer types, window, causality and attention implementation.
+        config ([`DFlashConfig`]): layer types, window and causality.
         plan ([`DFlashBatchPlan`]): the blocks.
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
         segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
+        kind (`str`, defaults to `"auto"`):
+            `"flex"` (FlexAttention), `"structured"` (no block meets another block's keys; plain matrix products on any
+            device) or `"dense"` (a tensor for the configuration's attention implementation: the slow oracle).
+            `"auto"` is `"flex"` on CUDA, else `"structured"`.
 
     Returns:
-        `dict`: layer type to `torch.BoolTensor` or `BlockMask`, the `attention_mask` of the draft's `forward`.
+        `dict`: layer type to [`BlockAttention`], `BlockMask` or `torch.BoolTensor`, the `attention_mask` of the
+        draft's `forward`.
     """
-    build = flex_block_mask if config._attn_implementation == "flex_attention" else dense_block_mask
+    if kind == "auto":
+        kind = "flex" if token_valid_mask.device.type == "cuda" else "structured"
+    build: Any = {"flex": flex_block_mask, "structured": BlockAttention, "dense": dense_block_mask}[kind]
     layer_types = config.layer_types or []
     return {
         layer_type: build(

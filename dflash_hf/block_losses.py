@@ -10,7 +10,7 @@ import torch
 
 from .attention_mask import training_masks
 from .batch_plan import DFlashBatchPlan
-from .losses import decay_weights, default_loss_decay, dpace_weights, head_cross_entropy
+from .losses import LossTerms, decay_weights, default_loss_decay, dpace_weights, head_losses
 from .modeling_dflash import DFlashDraftModel
 from .target import position_ids_of
 
@@ -22,13 +22,13 @@ class BlockLosses:
 
     Args:
         plan ([`DFlashBatchPlan`]): the blocks.
-        cross_entropy (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
+        loss (`torch.FloatTensor` of shape `[N, B]`): per slot, unweighted; 0 where nothing is supervised.
         weights (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
         is_correct (`torch.BoolTensor` of shape `[N, B]`): the most likely token is the label.
     """
 
     plan: DFlashBatchPlan
-    cross_entropy: torch.Tensor
+    loss: torch.Tensor
     weights: torch.Tensor
     is_correct: torch.Tensor
 
@@ -45,10 +45,14 @@ def block_losses(
     slot_weights: str = "decay",
     loss_decay: float | None = None,
     dpace_alpha: float = 0.5,
-    head_chunk_size: int = 256,
+    terms: LossTerms = LossTerms(),
+    final_hidden_states: torch.Tensor | None = None,
+    teacher_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    head_chunk_size: int | None = None,
+    block_attention: str = "auto",
 ) -> BlockLosses:
     """
-    Run the draft on the blocks of a plan and compare its supervised slots with the text.
+    Run the draft on the blocks of a plan and compare its supervised slots with the text and the target.
 
     Args:
         model (`Callable`): the draft, its wrapper for distributed training, or a function that calls it.
@@ -58,12 +62,20 @@ def block_losses(
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
         context_hidden_states (`torch.FloatTensor` of shape `[R, S, num_target_layers * hidden_size]`): of the target.
         segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
-        slot_weights, loss_decay, dpace_alpha, head_chunk_size: as in [`DFlashTrainingArguments`].
+        slot_weights, loss_decay, dpace_alpha, head_chunk_size, block_attention:
+            As in [`DFlashTrainingArguments`].
+        terms ([`LossTerms`]): what the loss of a slot is made of.
+        final_hidden_states (`torch.FloatTensor` of shape `[R, S, hidden_size]`, *optional*):
+            Of the target after its final norm, for terms that need the teacher.
+        teacher_logits (`Callable`, *optional*): turns such states into the target's logits.
 
     Returns:
-        [`BlockLosses`]; `cross_entropy` is attached to the graph even if no slot is supervised.
+        [`BlockLosses`]; `loss` is attached to the graph even if no slot is supervised.
+
+    Raises:
+        ValueError: a term needs the teacher, and there is none.
     """
-    rows, length = input_ids.shape
+    rows = input_ids.shape[0]
     block_size = draft.config.block_size
     anchors = plan.anchor_positions.view(rows, -1)
     positions = position_ids_of(token_valid_mask, segment_ids)
@@ -72,21 +84,36 @@ def block_losses(
     hidden_states = model(
         noise_embeds=draft.embed_blocks(input_ids.gather(1, anchors)),
         context_hidden_states=context_hidden_states,
-        attention_mask=training_masks(draft.config, plan, token_valid_mask, segment_ids),
+        attention_mask=training_masks(draft.config, plan, token_valid_mask, segment_ids, block_attention),
         position_ids=torch.cat([positions, slot_positions], dim=1),
         query_valid_mask=plan.slot_valid.view(rows, -1),
     ).last_hidden_state.view(plan.loss_mask.shape[0], block_size, -1)
 
-    labels = input_ids[plan.sample_rows[:, None], plan.label_positions.clamp(max=length - 1)]
     supervised = plan.loss_mask
-    slot_cross_entropy, predictions = head_cross_entropy(
-        draft.get_output_embeddings(), hidden_states[supervised], labels[supervised], chunk_size=head_chunk_size
+    supervised_rows = plan.sample_rows[:, None].expand_as(supervised)[supervised]
+    label_positions = plan.label_positions[supervised]
+    labels = input_ids[supervised_rows, label_positions]
+    losses = head_losses(
+        draft.get_output_embeddings(),
+        hidden_states[supervised],
+        labels,
+        terms=terms,
+        # the target's state before a token predicts it
+        teacher_states=None
+        if final_hidden_states is None
+        else final_hidden_states[supervised_rows, label_positions - 1],
+        teacher_logits=teacher_logits,
+        chunk_size=head_chunk_size,
     )
-    cross_entropy = torch.zeros(supervised.shape, device=labels.device).masked_scatter(supervised, slot_cross_entropy)
-    is_correct = torch.zeros_like(supervised).masked_scatter(supervised, predictions == labels[supervised])
+
+    def scatter(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(supervised.shape, dtype=values.dtype, device=values.device).masked_scatter(
+            supervised, values
+        )
+
     if slot_weights == "dpace":
-        weights = dpace_weights(cross_entropy, supervised, dpace_alpha)
+        weights = dpace_weights(scatter(losses.cross_entropy), supervised, dpace_alpha)
     else:
         decay = None if slot_weights == "uniform" else loss_decay or default_loss_decay(block_size)
         weights = decay_weights(supervised, decay)
-    return BlockLosses(plan, cross_entropy, weights, is_correct)
+    return BlockLosses(plan, scatter(losses.loss), weights, scatter(losses.predictions == labels))

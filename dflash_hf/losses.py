@@ -1,14 +1,14 @@
-"""Losses of a draft's slots: pure functions that return sums, so that the caller chooses the denominator."""
+"""Losses and weights of a draft's slots: pure functions of one value a slot; the caller chooses the divisor."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 DEFAULT_LOSS_DECAY = {7: 4.0, 8: 4.0, 10: 5.0, 16: 7.0}
 
@@ -65,77 +65,317 @@ def dpace_weights(cross_entropy: torch.Tensor, loss_mask: torch.Tensor, alpha: f
     return reach.flip(-1).cumsum(-1).flip(-1) * loss_mask
 
 
-class _FrozenHeadCrossEntropy(torch.autograd.Function):
-    """Cross-entropy through a frozen linear head; the gradient at the hidden state is formed in the forward pass."""
+@dataclass(frozen=True)
+class LossTerms:
+    """
+    What the loss of a slot is made of: `kl_weight * KL + (1 - kl_weight) * (ce_weight * CE + l1_weight * L1)`.
+
+    All but the plain cross-entropy compare with the target's own distribution, the *teacher*.
+
+    Args:
+        ce_weight (`float`, defaults to 1.0): of the cross-entropy.
+        l1_weight (`float`, defaults to 0.0): of [`l1_distance`].
+        kl_weight (`float`, defaults to 0.0): of [`top_k_kl`], 0 to 1.
+        kl_top_k (`int`, defaults to 10): tokens of the teacher that the KL term looks at.
+        kl_temperature (`float`, defaults to 1.0): softens both sides of the KL term.
+        soft_labels (`bool`, defaults to `False`): cross-entropy against the teacher instead of the token of the text.
+    """
+
+    ce_weight: float = 1.0
+    l1_weight: float = 0.0
+    kl_weight: float = 0.0
+    kl_top_k: int = 10
+    kl_temperature: float = 1.0
+    soft_labels: bool = False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's logits are needed."""
+        return self.soft_labels or self.l1_weight > 0 or self.kl_weight > 0
+
+
+def l1_distance(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """
+    Sum over the vocabulary of the absolute difference of two distributions: 0 to 2.
+
+    Args:
+        logits, teacher_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+
+    Returns:
+        `torch.FloatTensor` of shape `[P]`, fp32. Half of it is the probability that a sampled token is rejected.
+
+    Example:
+
+    ```python
+    >>> l1_distance(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, -100.0]]))
+    tensor([1.])
+
+    ```
+    """
+    return (logits.float().softmax(-1) - teacher_logits.float().softmax(-1)).abs().sum(-1)
+
+
+def top_k_kl(
+    logits: torch.Tensor, teacher_logits: torch.Tensor, top_k: int = 10, temperature: float = 1.0
+) -> torch.Tensor:
+    """
+    KL divergence of the draft from the teacher's most likely tokens, their shares scaled up to one.
+
+    `T² · Σ p (log p - log q)` over the teacher's top K; both softmaxes are over the whole vocabulary at temperature T.
+
+    Args:
+        logits, teacher_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+        top_k (`int`, defaults to 10): K.
+        temperature (`float`, defaults to 1.0): T.
+
+    Returns:
+        `torch.FloatTensor` of shape `[P]`, fp32.
+
+    Example:
+
+    ```python
+    >>> top_k_kl(torch.tensor([[3.0, 3.0, 0.0]]), torch.tensor([[9.0, 9.0, 0.0]]), top_k=2).round(decimals=3)
+    tensor([0.0250])
+
+    ```
+    """
+    best, tokens = (teacher_logits.float() / temperature).topk(min(top_k, teacher_logits.shape[-1]), dim=-1)
+    log_p = best.log_softmax(-1)  # the rest of the vocabulary cancels when the shares are scaled up to one
+    log_q = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens)
+    return temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def soft_cross_entropy(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """
+    Cross-entropy against the teacher's whole distribution.
+
+    Args:
+        logits, teacher_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+
+    Returns:
+        `torch.FloatTensor` of shape `[P]`, fp32.
+
+    Example:
+
+    ```python
+    >>> soft_cross_entropy(torch.zeros(1, 2), torch.zeros(1, 2))
+    tensor([0.6931])
+
+    ```
+    """
+    return -(teacher_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+
+
+def slot_loss(
+    logits: torch.Tensor, cross_entropy: torch.Tensor, teacher_logits: torch.Tensor | None, terms: LossTerms
+) -> torch.Tensor:
+    """
+    Combine the terms of each slot.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft.
+        cross_entropy (`torch.FloatTensor` of shape `[P]`): against the token of the text.
+        teacher_logits (`torch.FloatTensor` of shape `[P, vocab_size]`, *optional*): of the target.
+        terms ([`LossTerms`]): weights.
+
+    Returns:
+        `torch.FloatTensor` of shape `[P]`, fp32.
+
+    Raises:
+        ValueError: a term needs the teacher, and there is none.
+    """
+    if teacher_logits is None:
+        if terms.needs_teacher:
+            raise ValueError(f"{terms} compares with the target's distribution, and no teacher logits were given.")
+        return terms.ce_weight * cross_entropy
+    loss = terms.ce_weight * (soft_cross_entropy(logits, teacher_logits) if terms.soft_labels else cross_entropy)
+    if terms.l1_weight > 0:
+        loss = loss + terms.l1_weight * l1_distance(logits, teacher_logits)
+    if terms.kl_weight > 0:
+        divergence = top_k_kl(logits, teacher_logits, terms.kl_top_k, terms.kl_temperature)
+        loss = terms.kl_weight * divergence + (1 - terms.kl_weight) * loss
+    return loss
+
+
+@dataclass
+class HeadLosses:
+    """
+    What [`head_losses`] returns.
+
+    Args:
+        loss (`torch.FloatTensor` of shape `[P]`): of each slot, fp32, differentiable in the hidden states.
+        cross_entropy (`torch.FloatTensor` of shape `[P]`): against the token of the text, fp32, detached.
+        predictions (`torch.LongTensor` of shape `[P]`): the most likely token; of equal ones, the first.
+    """
+
+    loss: torch.Tensor
+    cross_entropy: torch.Tensor
+    predictions: torch.Tensor
+
+
+# Slots and vocabulary entries whose logits exist at one time. On a CPU they stay in its caches, where passes over them
+# cost nothing beside the matrix products; elsewhere they must keep the device busy.
+HEAD_TILES = {"cpu": (512, 2048)}
+DEFAULT_HEAD_TILE = (4096, 8192)
+
+
+class _FrozenLinearHead(torch.autograd.Function):
+    """
+    Cross-entropy through a frozen linear head, tile by tile, without ever holding a whole row of logits.
+
+    Maximum, sum of exponentials and `softmax @ W` are carried from tile to tile and rescaled when the maximum grows,
+    so one pass over the vocabulary gives the loss and its gradient at the hidden state.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_size: int
+        ctx: Any, hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_slots, vocab_size = labels.shape[0], weight.shape[0]
+        max_slots, max_columns = HEAD_TILES.get(weight.device.type, DEFAULT_HEAD_TILE)
+        max_slots, max_columns = min(max_slots, max(num_slots, 1)), min(max_columns, vocab_size)
         cross_entropy = torch.empty(num_slots, dtype=torch.float32, device=labels.device)
-        predictions = torch.empty_like(labels)
+        predictions = torch.zeros_like(labels)
         gradient = torch.empty_like(hidden_states) if ctx.needs_input_grad[0] else None
-        # One pair of buffers for all chunks: on a CPU, fresh pages cost as much as the arithmetic.
-        chunk_size = min(chunk_size, max(num_slots, 1))
-        logits_buffer = weight.new_empty(chunk_size, vocab_size)
-        exponentials_buffer = torch.empty(chunk_size, vocab_size, dtype=torch.float32, device=weight.device)
-        for start in range(0, num_slots, chunk_size):
-            rows = slice(start, min(start + chunk_size, num_slots))
-            logits, exponentials = (buffer[: rows.stop - start] for buffer in (logits_buffer, exponentials_buffer))
-            torch.mm(hidden_states[rows].to(weight.dtype), weight.t(), out=logits)
-            exponentials.copy_(logits)
-            best, predictions[rows] = exponentials.max(-1)
-            label_logits = exponentials.gather(1, labels[rows, None])[:, 0]
-            total = exponentials.sub_(best[:, None]).exp_().sum(-1)
-            cross_entropy[rows] = total.log() + best - label_logits
+        # One pair of buffers for all tiles: on a CPU, fresh pages cost as much as the arithmetic.
+        logits_buffer = weight.new_empty(max_slots * max_columns)
+        exponentials_buffer = torch.empty(max_slots * max_columns, dtype=torch.float32, device=weight.device)
+        for start in range(0, num_slots, max_slots):
+            slots = slice(start, min(start + max_slots, num_slots))
+            slot_states, slot_labels = hidden_states[slots].to(weight.dtype), labels[slots, None]
+            best = slot_labels.new_full(slot_labels.shape, float("-inf"), dtype=torch.float32)
+            total, label_logits = torch.zeros_like(best), torch.zeros_like(best)
+            prediction = predictions[slots, None]
+            weighted_rows = torch.zeros(slot_states.shape, dtype=torch.float32, device=weight.device)
+            for first in range(0, vocab_size, max_columns):
+                tile_weight = weight[first : first + max_columns]
+                shape = (len(slot_states), len(tile_weight))
+                logits = logits_buffer[: shape[0] * shape[1]].view(shape)
+                exponentials = exponentials_buffer[: shape[0] * shape[1]].view(shape)
+                torch.mm(slot_states, tile_weight.t(), out=logits)
+
+                column = (slot_labels - first).clamp(0, shape[1] - 1)
+                is_here = (slot_labels - first) == column
+                label_logits = torch.where(is_here, logits.gather(1, column).float(), label_logits)
+                tile_best, tile_token = logits.max(-1, keepdim=True)
+                prediction = torch.where(tile_best > best, tile_token + first, prediction)
+                new_best = torch.maximum(best, tile_best.float())
+                shrink = (best - new_best).exp_()
+                torch.sub(logits, new_best, out=exponentials).exp_()
+                total = total * shrink + exponentials.sum(-1, keepdim=True)
+                if gradient is not None:
+                    weighted_rows.mul_(shrink).add_(logits.copy_(exponentials) @ tile_weight)
+                best = new_best
+            cross_entropy[slots] = (total.log() + best - label_logits)[:, 0]
+            predictions[slots] = prediction[:, 0]
             if gradient is not None:  # softmax @ W - W[label]
-                mean_row = (logits.copy_(exponentials) @ weight).float() / total[:, None]
-                gradient[rows] = (mean_row - weight[labels[rows]].float()).to(gradient.dtype)
+                gradient[slots] = (weighted_rows / total - weight[slot_labels[:, 0]]).to(gradient.dtype)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(predictions)
         return cross_entropy, predictions
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0][:, None].to(gradient.dtype), None, None, None
+        return gradient * gradients[0][:, None].to(gradient.dtype), None, None
 
 
-def head_cross_entropy(
-    head: nn.Module, hidden_states: torch.Tensor, labels: torch.Tensor, *, chunk_size: int = 256
-) -> tuple[torch.Tensor, torch.Tensor]:
+class _AnyHead(torch.autograd.Function):
+    """Any loss of any head in chunks; autograd inside a chunk gives the gradient, so no chunk outlives its turn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        chunk_losses: Callable[[torch.Tensor, slice], HeadLosses],
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_slots, device = hidden_states.shape[0], hidden_states.device
+        loss, cross_entropy = torch.empty(2, num_slots, dtype=torch.float32, device=device)
+        predictions = torch.empty(num_slots, dtype=torch.int64, device=device)
+        gradient = torch.empty_like(hidden_states) if ctx.needs_input_grad[0] else None
+        for start in range(0, num_slots, chunk_size):
+            slots = slice(start, min(start + chunk_size, num_slots))
+            chunk = hidden_states[slots].detach()
+            with torch.set_grad_enabled(gradient is not None):
+                losses = chunk_losses(chunk.requires_grad_(gradient is not None), slots)
+                if gradient is not None:
+                    (gradient[slots],) = torch.autograd.grad(losses.loss.sum(), chunk)
+            loss[slots], cross_entropy[slots] = losses.loss.detach(), losses.cross_entropy.detach()
+            predictions[slots] = losses.predictions
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(cross_entropy, predictions)
+        return loss, cross_entropy, predictions
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0][:, None].to(gradient.dtype), None, None
+
+
+def is_plain_head(head: nn.Module) -> bool:
+    """Whether the head is one floating-point matrix that can be read directly."""
+    weight = head.weight
+    is_linear = type(head) is nn.Linear and head.bias is None
+    return is_linear and type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
+
+
+def head_losses(
+    head: nn.Module,
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    terms: LossTerms = LossTerms(),
+    teacher_states: torch.Tensor | None = None,
+    teacher_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    chunk_size: int | None = None,
+) -> HeadLosses:
     """
-    Cross-entropy of a frozen head's logits, in chunks, so that peak memory does not grow with slots × vocabulary.
+    Losses of slots through a frozen head, so that peak memory does not grow with slots × vocabulary.
 
-    A plain linear head forms the gradient while its logits are at hand; any other head (biased, quantised, adapted)
-    is recomputed in the backward pass.
+    The gradient at the hidden states is formed in the forward pass, while the logits are at hand: they are neither
+    stored nor computed twice. Plain cross-entropy of a plain linear head takes a single pass over the vocabulary.
 
     Args:
-        head (`nn.Module`): the target's head; its parameters get no gradient.
+        head (`nn.Module`): the target's head, raw; its parameters get no gradient.
         hidden_states (`torch.FloatTensor` of shape `[P, hidden_size]`): supervised slots only; `P` may be 0.
         labels (`torch.LongTensor` of shape `[P]`): token ids.
-        chunk_size (`int`, defaults to 256): slots whose logits exist at one time.
+        terms ([`LossTerms`]): what the loss is made of.
+        teacher_states (`torch.FloatTensor` of shape `[P, hidden_size]`, *optional*):
+            The target's states after its final norm, one position before each slot: they predict the slot's token.
+        teacher_logits (`Callable`, *optional*):
+            Turns teacher states into the target's logits, cap and scale included.
+        chunk_size (`int`, *optional*):
+            Slots whose logits exist at one time, where whole rows of them are needed; 64 on a CPU, whose caches more
+            would leave, and 1,024 elsewhere.
 
     Returns:
-        `tuple[torch.FloatTensor, torch.LongTensor]`, each of shape `[P]`: the cross-entropy of each slot in fp32,
-        differentiable in `hidden_states` (not reduced), and the most likely token.
+        [`HeadLosses`], not reduced.
+
+    Raises:
+        ValueError: a term needs the teacher, and there is none.
     """
-    weight = head.weight if isinstance(head.weight, torch.Tensor) and head.weight.is_floating_point() else None
-    is_plain = type(head) is nn.Linear and head.bias is None and type(weight) in (nn.Parameter, torch.Tensor)
-    if is_plain and weight is not None:
-        return _FrozenHeadCrossEntropy.apply(hidden_states, weight.detach(), labels, chunk_size)
+    if terms.needs_teacher and (teacher_states is None or teacher_logits is None):
+        raise ValueError(
+            f"{terms} compares with the target's distribution: give teacher_states and teacher_logits, or leave "
+            "l1_weight, kl_weight and soft_labels at their defaults."
+        )
+    if not terms.needs_teacher and is_plain_head(head):
+        cross_entropy, predictions = _FrozenLinearHead.apply(hidden_states, head.weight.detach(), labels)
+        return HeadLosses(terms.ce_weight * cross_entropy, cross_entropy.detach(), predictions)
 
-    frozen = {name: parameter.detach() for name, parameter in head.named_parameters()}
+    def chunk_losses(chunk: torch.Tensor, slots: slice) -> HeadLosses:
+        weight = head.weight
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # not so in a quantised head
+            chunk = chunk.to(weight.dtype)
+        logits = head(chunk).float()
+        cross_entropy = functional.cross_entropy(logits, labels[slots], reduction="none")
+        teacher = None
+        if terms.needs_teacher and teacher_states is not None and teacher_logits is not None:
+            with torch.no_grad():
+                teacher = teacher_logits(teacher_states[slots]).float()
+        return HeadLosses(slot_loss(logits, cross_entropy, teacher, terms), cross_entropy, logits.argmax(-1))
 
-    def chunk_loss(chunk: torch.Tensor, chunk_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk = chunk if weight is None else chunk.to(weight.dtype)
-        logits = functional_call(head, frozen, (chunk,)).float()
-        return functional.cross_entropy(logits, chunk_labels, reduction="none"), logits.argmax(-1)
-
-    chunks = [
-        checkpoint(chunk_loss, chunk, chunk_labels, use_reentrant=False)
-        for chunk, chunk_labels in zip(hidden_states.split(chunk_size), labels.split(chunk_size), strict=True)
-    ]
-    cross_entropies, predictions = zip(*chunks, strict=True)
-    return torch.cat(cross_entropies), torch.cat(predictions)
+    if chunk_size is None:
+        chunk_size = 64 if hidden_states.device.type == "cpu" else 1024
+    return HeadLosses(*_AnyHead.apply(hidden_states, chunk_losses, chunk_size))

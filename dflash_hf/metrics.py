@@ -29,24 +29,24 @@ def accepted_slots(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> torch.T
 
 
 def row_statistics(
-    cross_entropy: torch.Tensor, weights: torch.Tensor, is_correct: torch.Tensor, loss_mask: torch.Tensor, rows: int
+    loss: torch.Tensor, weights: torch.Tensor, is_correct: torch.Tensor, loss_mask: torch.Tensor, rows: int
 ) -> torch.Tensor:
     """
     Sums and counts of each row, from which [`summarize`] makes metrics that do not depend on the batch size.
 
     Args:
-        cross_entropy, weights (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
+        loss, weights (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
         is_correct, loss_mask (`torch.BoolTensor` of shape `[N, B]`): per slot.
         rows (`int`): `N` is a multiple of it, row-major.
 
     Returns:
-        `torch.DoubleTensor` of shape `[rows, 4 + 2 * (B - 1)]`: weighted cross-entropy, weights, accepted slots,
+        `torch.DoubleTensor` of shape `[rows, 4 + 2 * (B - 1)]`: weighted loss, weights, accepted slots,
         blocks with a supervised slot, then correct slots and supervised slots for each of slots 1 … B - 1.
     """
     has_loss = loss_mask.any(-1)
     columns = torch.cat(
         [
-            (cross_entropy * weights).sum(-1, keepdim=True),
+            (loss * weights).sum(-1, keepdim=True),
             weights.sum(-1, keepdim=True),
             accepted_slots(is_correct, loss_mask)[:, None],
             has_loss[:, None],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from transformers.utils import logging
 
 from .configuration_dflash import DFlashConfig, describe_target
 
-AttentionMask = torch.Tensor | BlockMask | None
+# a mask, or a function that attends: (query, key, value, scaling=, dropout=) -> [batch, queries, heads, head_dim]
+AttentionMask = torch.Tensor | BlockMask | Callable[..., torch.Tensor] | None
 
 
 class UntiedDraftError(NotImplementedError):
@@ -201,8 +203,15 @@ class DFlashAttention(nn.Module):
                 device=key.device,
             )
 
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if callable(attention_mask):
+            output = attention_mask(query, key, value, scaling=self.scaling, dropout=dropout)
+            return self.o_proj(output.reshape(batch, num_queries, -1))
+
         implementation = self.config._attn_implementation
-        if implementation == "flex_attention" and isinstance(attention_mask, torch.Tensor):
+        if isinstance(attention_mask, BlockMask):
+            implementation = "flex_attention"
+        elif implementation == "flex_attention" and attention_mask is not None:
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
                 ~attention_mask, torch.finfo(query.dtype).min
             )
@@ -214,7 +223,7 @@ class DFlashAttention(nn.Module):
             value,
             attention_mask,
             scaling=self.scaling,
-            dropout=self.config.attention_dropout if self.training else 0.0,
+            dropout=dropout,
             is_causal=False,
             **kwargs,
         )
@@ -286,8 +295,8 @@ class DFlashBody(PreTrainedModel):
                 Hidden states of the tapped target layers, joined on the last axis. `n` may be 0.
             attention_mask (*optional*):
                 Training: a dict from layer type to a `torch.BoolTensor` (True = visible) of shape
-                `[rows, 1, M * block_size, n + M * block_size]` or a FlexAttention `BlockMask`. Serving: a
-                mask `[rows, cached + n + block_size]`, nonzero at real tokens, or `None`.
+                `[rows, 1, M * block_size, n + M * block_size]`, a FlexAttention `BlockMask`, or a function that
+                attends. Serving: a mask `[rows, cached + n + block_size]`, nonzero at real tokens, or `None`.
             position_ids (`torch.LongTensor` of shape `[rows, n + M * block_size]`, *optional*):
                 Positions of the new context, then of the slots. By default they continue the cache.
             cache (`Cache`, *optional*):

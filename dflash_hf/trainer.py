@@ -233,6 +233,7 @@ class DFlashTrainer(Trainer):
             loss_decay=self.args.loss_decay,
             dpace_alpha=self.args.dpace_alpha,
             head_chunk_size=self.args.head_chunk_size,
+            block_attention=self.args.block_attention,
         )
 
     def _denominator(self, plan: DFlashBatchPlan) -> torch.Tensor:
@@ -262,7 +263,7 @@ class DFlashTrainer(Trainer):
             num_items_in_batch = self._denominator(losses.plan)
         denominator = torch.as_tensor(num_items_in_batch, device=losses.weights.device)
         # Distributed wrappers average gradients over ranks; the denominator is the sum over ranks already.
-        loss = (losses.weights * losses.cross_entropy).sum() / denominator.clamp(min=1e-9)
+        loss = (losses.weights * losses.loss).sum() / denominator.clamp(min=1e-9)
         loss = loss * self.accelerator.num_processes
         statistics = _statistics(losses, len(inputs["input_ids"])).sum(0, keepdim=True)
         previous = self._train_statistics
@@ -317,9 +318,7 @@ class DFlashTrainer(Trainer):
 
 
 def _statistics(losses: BlockLosses, rows: int) -> torch.Tensor:
-    return row_statistics(
-        losses.cross_entropy.detach(), losses.weights, losses.is_correct, losses.plan.loss_mask, rows
-    )
+    return row_statistics(losses.loss.detach(), losses.weights, losses.is_correct, losses.plan.loss_mask, rows)
 
 
 def _row_key(input_ids: Sequence[int] | torch.Tensor) -> bytes:

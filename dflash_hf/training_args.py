@@ -54,8 +54,20 @@ class DFlashTrainingArguments(TrainingArguments):
             "in RAM: faster from the second epoch on. By default they are computed in every step."
         },
     )
-    head_chunk_size: int = field(
-        default=256, metadata={"help": "Slots whose logits exist at one time: memory is this times the vocabulary."}
+    head_chunk_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Slots whose rows of logits exist at one time where whole rows are needed (terms with a teacher, "
+            "heads that are not one plain matrix); by default 64 on a CPU and 1,024 elsewhere."
+        },
+    )
+    block_attention: str = field(
+        default="auto",
+        metadata={
+            "help": "Attention of training blocks: 'flex' (FlexAttention), 'structured' (matrix products without "
+            "wasted work, on any device), 'dense' (a mask for the draft's own attention implementation; slow); "
+            "'auto' is 'flex' on CUDA, else 'structured'."
+        },
     )
     max_train_minutes: float | None = field(
         default=None,
@@ -67,11 +79,12 @@ class DFlashTrainingArguments(TrainingArguments):
             ("slot_weights", ("decay", "dpace", "uniform")),
             ("cache_target_states", (None, "memory")),
             ("padding_side", ("left", "right")),
+            ("block_attention", ("auto", "flex", "structured", "dense")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}.")
         for name, minimum in (("anchors_per_sample", 1), ("max_length", 2), ("head_chunk_size", 1)):
-            if getattr(self, name) < minimum:
+            if getattr(self, name) is not None and getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}.")
         for name in ("loss_decay", "max_train_minutes"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:

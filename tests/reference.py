@@ -191,6 +191,28 @@ def cross_entropy(hidden: torch.Tensor, head: torch.Tensor, labels: list[int]) -
     return losses
 
 
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    exponentials = torch.exp(logits - logits.max())
+    return exponentials / exponentials.sum()
+
+
+def teacher_terms(
+    logits: torch.Tensor, teacher_logits: torch.Tensor, label: int, top_k: int, temperature: float
+) -> dict[str, torch.Tensor]:
+    """Each term of one slot, token by token."""
+    q, p = softmax(logits), softmax(teacher_logits)
+    soft_q, soft_p = softmax(logits / temperature), softmax(teacher_logits / temperature)
+    best = sorted(range(len(p)), key=lambda token: -teacher_logits[token].item())[:top_k]
+    best_sum = sum(soft_p[token] for token in best)
+    return {
+        "ce": -torch.log(q[label]),
+        "soft": -sum(p[token] * torch.log(q[token]) for token in range(len(p))),
+        "l1": sum(abs(q[token] - p[token]) for token in range(len(p))),
+        "kl": temperature**2
+        * sum(soft_p[token] / best_sum * torch.log(soft_p[token] / best_sum / soft_q[token]) for token in best),
+    }
+
+
 def dpace(cross_entropies: list[float], supervised: list[bool], alpha: float) -> list[float]:
     reach, product = [], 1.0
     for loss, has_loss in zip(cross_entropies, supervised, strict=True):

@@ -4,34 +4,138 @@ import pytest
 import reference
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_hf.losses import decay_weights, default_loss_decay, dpace_weights, head_cross_entropy
+from dflash_hf import losses as losses_module
+from dflash_hf.losses import LossTerms, decay_weights, default_loss_decay, dpace_weights, head_losses, slot_loss
 from dflash_hf.metrics import accepted_slots, row_statistics, summarize
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 256])
+@pytest.fixture(params=[(1, 1), (3, 10), (5, 97), (512, 2048)])
+def tile(request, monkeypatch):
+    monkeypatch.setitem(losses_module.HEAD_TILES, "cpu", request.param)
+
+
 @pytest.mark.parametrize("num_slots", [0, 1, 7])
-def test_frozen_head_loss_equals_the_loop_in_value_and_gradient(chunk_size, num_slots):
+def test_frozen_head_loss_equals_the_loop_in_value_and_gradient(tile, num_slots):
     torch.manual_seed(0)
     head = nn.Linear(32, 97, bias=False)
     hidden = torch.randn(num_slots, 32, requires_grad=True)
     labels = torch.randint(0, 97, (num_slots,))
     weights = torch.rand(num_slots)
-    losses, predictions = head_cross_entropy(head, hidden, labels, chunk_size=chunk_size)
-    (losses * weights).sum().backward()
+    result = head_losses(head, hidden, labels)
+    (result.loss * weights).sum().backward()
     assert head.weight.grad is None
     assert hidden.grad.shape == hidden.shape
     if num_slots:
         reference_hidden = hidden.detach().clone().requires_grad_()
         expected = torch.stack(reference.cross_entropy(reference_hidden, head.weight.detach(), labels.tolist()))
         (expected * weights).sum().backward()
-        torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result.loss, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result.cross_entropy, expected, atol=1e-5, rtol=1e-5)
+        assert not result.cross_entropy.requires_grad
         torch.testing.assert_close(hidden.grad, reference_hidden.grad, atol=1e-5, rtol=1e-5)
-        assert predictions.tolist() == (hidden @ head.weight.T).argmax(-1).tolist()
+        assert result.predictions.tolist() == (hidden @ head.weight.T).argmax(-1).tolist()
+
+
+def test_large_logits_neither_overflow_nor_lose_the_gradient(tile):
+    head = nn.Linear(8, 97, bias=False)
+    hidden = (300 * torch.randn(6, 8)).requires_grad_()
+    labels = torch.randint(0, 97, (6,))
+    head_losses(head, hidden, labels).loss.sum().backward()
+    reference_hidden = hidden.detach().clone().requires_grad_()
+    functional.cross_entropy(head(reference_hidden), labels, reduction="sum").backward()
+    torch.testing.assert_close(hidden.grad, reference_hidden.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_of_equal_logits_the_first_token_is_predicted_as_generation_does(tile):
+    head = nn.Linear(4, 97, bias=False)
+    with torch.no_grad():
+        head.weight.fill_(0.5)
+    result = head_losses(head, torch.ones(2, 4), torch.tensor([0, 96]))
+    assert result.predictions.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_and_head_of_other_dtypes_give_the_loss_of_rounded_inputs(dtype):
+    torch.manual_seed(0)
+    head = nn.Linear(32, 97, bias=False).to(torch.bfloat16)
+    hidden = torch.randn(7, 32).to(dtype).requires_grad_()
+    labels = torch.randint(0, 97, (7,))
+    result = head_losses(head, hidden, labels)
+    result.loss.sum().backward()
+    assert hidden.grad.dtype == dtype
+    exact = hidden.detach().to(torch.bfloat16).float().requires_grad_()
+    expected = functional.cross_entropy(exact @ head.weight.detach().float().T, labels, reduction="none")
+    expected.sum().backward()
+    # logits are rounded to bf16: 8 bits
+    torch.testing.assert_close(result.loss, expected, atol=0.02, rtol=0.01)
+    torch.testing.assert_close(hidden.grad.float(), exact.grad, atol=0.01, rtol=0.05)
+
+
+TERMS = [
+    {"soft_labels": True},
+    {"l1_weight": 0.7},
+    {"l1_weight": 0.7, "ce_weight": 0.3, "soft_labels": True},
+    {"kl_weight": 0.4, "kl_top_k": 5, "kl_temperature": 2.0},
+    {"kl_weight": 1.0},
+    {"kl_weight": 0.2, "l1_weight": 2.0, "kl_top_k": 500},
+]
+
+
+@pytest.mark.parametrize("values", TERMS, ids=str)
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+def test_terms_with_a_teacher_equal_the_loop_in_value_and_gradient(values, chunk_size):
+    torch.manual_seed(0)
+    head = nn.Linear(8, 29, bias=False)
+    terms = LossTerms(**values)
+    hidden, teacher_states = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8)
+    labels, weights = torch.randint(0, 29, (5,)), torch.rand(5)
+
+    def teacher_logits(states):
+        return 3 * torch.tanh(head(states))
+
+    result = head_losses(
+        head,
+        hidden,
+        labels,
+        terms=terms,
+        teacher_states=teacher_states,
+        teacher_logits=teacher_logits,
+        chunk_size=chunk_size,
+    )
+    (result.loss * weights).sum().backward()
+
+    reference_hidden = hidden.detach().clone().requires_grad_()
+    expected = []
+    for row, teacher_row, label in zip(reference_hidden, teacher_states, labels.tolist(), strict=True):
+        parts = reference.teacher_terms(
+            head.weight.detach() @ row,
+            teacher_logits(teacher_row).detach(),
+            label,
+            terms.kl_top_k,
+            terms.kl_temperature,
+        )
+        base = terms.ce_weight * parts["soft" if terms.soft_labels else "ce"] + terms.l1_weight * parts["l1"]
+        expected.append(terms.kl_weight * parts["kl"] + (1 - terms.kl_weight) * base)
+    (torch.stack(expected) * weights).sum().backward()
+    torch.testing.assert_close(result.loss, torch.stack(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(hidden.grad, reference_hidden.grad, atol=1e-5, rtol=1e-4)
+    assert all(parameter.grad is None for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("values", [{"soft_labels": True}, {"l1_weight": 0.1}, {"kl_weight": 0.1}])
+def test_a_term_without_teacher_logits_is_an_error_not_a_skip(values):
+    terms = LossTerms(**values)
+    with pytest.raises(ValueError, match="compares with the target's distribution"):
+        head_losses(nn.Linear(4, 7, bias=False), torch.randn(2, 4), torch.tensor([0, 1]), terms=terms)
+    with pytest.raises(ValueError, match="no teacher logits"):
+        slot_loss(torch.randn(2, 7), torch.rand(2), None, terms)
 
 
 @pytest.mark.parametrize("kind", ["biased", "wrapped"])
-def test_other_heads_take_autograd_through_the_module(kind):
+def test_other_heads_go_through_their_module(kind):
     class Wrapped(nn.Module):
         def __init__(self):
             super().__init__()
@@ -44,19 +148,48 @@ def test_other_heads_take_autograd_through_the_module(kind):
     head = nn.Linear(8, 11) if kind == "biased" else Wrapped()
     hidden = torch.randn(5, 8, requires_grad=True)
     labels = torch.randint(0, 11, (5,))
-    losses, _ = head_cross_entropy(head, hidden, labels, chunk_size=2)
-    losses.sum().backward()
+    result = head_losses(head, hidden, labels, chunk_size=2)
+    result.loss.sum().backward()
     assert all(parameter.grad is None for parameter in head.parameters())
-    expected = nn.functional.cross_entropy(head(hidden), labels, reduction="none")
-    torch.testing.assert_close(losses, expected)
+    expected = functional.cross_entropy(head(hidden), labels, reduction="none")
+    torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(hidden.grad, torch.autograd.grad(expected.sum(), hidden)[0])
+    assert result.predictions.tolist() == head(hidden).argmax(-1).tolist()
 
 
 def test_other_heads_take_an_empty_selection():
     hidden = torch.randn(0, 8, requires_grad=True)
-    losses, _ = head_cross_entropy(nn.Linear(8, 11), hidden, torch.zeros(0, dtype=torch.long))
-    losses.sum().backward()
+    head_losses(nn.Linear(8, 11), hidden, torch.zeros(0, dtype=torch.long)).loss.sum().backward()
     assert hidden.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("values", [{}, {"soft_labels": True}, {"l1_weight": 1.0}, {"kl_weight": 0.5}], ids=str)
+def test_no_tensor_as_large_as_slots_times_vocabulary_is_ever_made(values, monkeypatch):
+    monkeypatch.setitem(losses_module.HEAD_TILES, "cpu", (16, 32))
+    slots, vocab_size = 256, 512
+    head, largest = nn.Linear(4, vocab_size, bias=False), 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return result
+
+    with Largest():
+        result = head_losses(
+            head,
+            torch.randn(slots, 4, requires_grad=True),
+            torch.randint(0, vocab_size, (slots,)),
+            terms=LossTerms(**values),
+            teacher_states=torch.randn(slots, 4),
+            teacher_logits=head,
+            chunk_size=16,
+        )
+        result.loss.sum().backward()
+    assert largest <= 16 * vocab_size
 
 
 def test_decay_weights_fall_with_the_slot_and_are_zero_outside_the_mask():
