@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from .batch_plan import DFlashBatchPlan
+from .modeling_dflash import product_dtype
 
 QUERIES_PER_GROUP = 128
 
@@ -84,11 +85,8 @@ class BlockAttention:
         Returns:
             `torch.FloatTensor` of shape `[R, M * B, heads, head_dim]`.
         """
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (query * scaling).to(dtype), key.to(dtype), value.to(dtype)
-        else:
-            query = query * scaling
+        dtype = product_dtype(query)
+        query, key, value = (query * scaling).to(dtype), key.to(dtype), value.to(dtype)
         with torch.autocast(query.device.type, enabled=False):  # its softmax would be fp32, at twice the memory
             return self._attend(query, key, value, dropout)
 

@@ -10,7 +10,7 @@ import torch
 
 from .attention_mask import training_masks
 from .batch_plan import DFlashBatchPlan
-from .losses import LossTerms, decay_weights, default_loss_decay, dpace_weights, head_losses
+from .losses import CROSS_ENTROPY, LossTerms, decay_weights, default_loss_decay, dpace_weights, head_losses
 from .modeling_dflash import DFlashDraftModel
 from .target import position_ids_of
 
@@ -45,7 +45,7 @@ def block_losses(
     slot_weights: str = "decay",
     loss_decay: float | None = None,
     dpace_alpha: float = 0.5,
-    terms: LossTerms = LossTerms(),
+    terms: LossTerms = CROSS_ENTROPY,
     final_hidden_states: torch.Tensor | None = None,
     teacher_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     head_chunk_size: int | None = None,
@@ -116,4 +116,4 @@ def block_losses(
     else:
         decay = None if slot_weights == "uniform" else loss_decay or default_loss_decay(block_size)
         weights = decay_weights(supervised, decay)
-    return BlockLosses(plan, scatter(losses.loss), weights, scatter(losses.predictions == labels))
+    return BlockLosses(plan, scatter(losses.loss), weights, scatter(losses.is_correct))

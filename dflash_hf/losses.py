@@ -94,6 +94,9 @@ class LossTerms:
         return self.soft_labels or self.l1_weight > 0 or self.kl_weight > 0
 
 
+CROSS_ENTROPY = LossTerms()
+
+
 def l1_distance(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
     """
     Sum over the vocabulary of the absolute difference of two distributions: 0 to 2.
@@ -205,12 +208,12 @@ class HeadLosses:
     Args:
         loss (`torch.FloatTensor` of shape `[P]`): of each slot, fp32, differentiable in the hidden states.
         cross_entropy (`torch.FloatTensor` of shape `[P]`): against the token of the text, fp32, detached.
-        predictions (`torch.LongTensor` of shape `[P]`): the most likely token; of equal ones, the first.
+        is_correct (`torch.BoolTensor` of shape `[P]`): the label is the most likely token; of equal ones, the first.
     """
 
     loss: torch.Tensor
     cross_entropy: torch.Tensor
-    predictions: torch.Tensor
+    is_correct: torch.Tensor
 
 
 # Slots and vocabulary entries whose logits exist at one time. On a CPU they stay in its caches, where passes over them
@@ -235,31 +238,36 @@ class _FrozenLinearHead(torch.autograd.Function):
         max_slots, max_columns = HEAD_TILES.get(weight.device.type, DEFAULT_HEAD_TILE)
         max_slots, max_columns = min(max_slots, max(num_slots, 1)), min(max_columns, vocab_size)
         cross_entropy = torch.empty(num_slots, dtype=torch.float32, device=labels.device)
-        predictions = torch.zeros_like(labels)
+        is_correct = torch.empty(num_slots, dtype=torch.bool, device=labels.device)
         gradient = torch.empty_like(hidden_states) if ctx.needs_input_grad[0] else None
+        # In the order of their labels: slots whose label is in a tile are neighbours, and only they are looked up.
+        labels, order = labels.sort()
+        tile_starts = torch.arange(0, vocab_size + max_columns, max_columns, device=labels.device)
+        first_slot_of_tile = torch.searchsorted(labels, tile_starts).tolist()
         # One pair of buffers for all tiles: on a CPU, fresh pages cost as much as the arithmetic.
         logits_buffer = weight.new_empty(max_slots * max_columns)
         exponentials_buffer = torch.empty(max_slots * max_columns, dtype=torch.float32, device=weight.device)
         for start in range(0, num_slots, max_slots):
-            slots = slice(start, min(start + max_slots, num_slots))
-            slot_states, slot_labels = hidden_states[slots].to(weight.dtype), labels[slots, None]
-            best = slot_labels.new_full(slot_labels.shape, float("-inf"), dtype=torch.float32)
+            slots = order[start : start + max_slots]
+            slot_states, slot_labels = hidden_states[slots].to(weight.dtype), labels[start : start + max_slots, None]
+            best = torch.full(slot_labels.shape, float("-inf"), device=weight.device)
             total, label_logits = torch.zeros_like(best), torch.zeros_like(best)
-            prediction = predictions[slots, None]
+            leads = torch.zeros_like(best, dtype=torch.bool)  # no token before the label has a logit as high
             weighted_rows = torch.zeros(slot_states.shape, dtype=torch.float32, device=weight.device)
-            for first in range(0, vocab_size, max_columns):
+            for tile, first in enumerate(range(0, vocab_size, max_columns)):
                 tile_weight = weight[first : first + max_columns]
                 shape = (len(slot_states), len(tile_weight))
                 logits = logits_buffer[: shape[0] * shape[1]].view(shape)
                 exponentials = exponentials_buffer[: shape[0] * shape[1]].view(shape)
                 torch.mm(slot_states, tile_weight.t(), out=logits)
 
-                column = (slot_labels - first).clamp(0, shape[1] - 1)
-                is_here = (slot_labels - first) == column
-                label_logits = torch.where(is_here, logits.gather(1, column).float(), label_logits)
-                tile_best, tile_token = logits.max(-1, keepdim=True)
-                prediction = torch.where(tile_best > best, tile_token + first, prediction)
-                new_best = torch.maximum(best, tile_best.float())
+                here = slice(*(max(slot - start, 0) for slot in first_slot_of_tile[tile : tile + 2]))
+                column = slot_labels[here] - first
+                label_logits[here] = logits[here].gather(1, column).float()
+                tile_best, tile_token = logits[here].max(-1, keepdim=True)
+                leads[here] = (tile_token == column) & (tile_best > best[here])
+
+                new_best = torch.maximum(best, logits.amax(-1, keepdim=True).float())
                 shrink = (best - new_best).exp_()
                 torch.sub(logits, new_best, out=exponentials).exp_()
                 total = total * shrink + exponentials.sum(-1, keepdim=True)
@@ -267,12 +275,12 @@ class _FrozenLinearHead(torch.autograd.Function):
                     weighted_rows.mul_(shrink).add_(logits.copy_(exponentials) @ tile_weight)
                 best = new_best
             cross_entropy[slots] = (total.log() + best - label_logits)[:, 0]
-            predictions[slots] = prediction[:, 0]
+            is_correct[slots] = (leads & (label_logits == best))[:, 0]
             if gradient is not None:  # softmax @ W - W[label]
                 gradient[slots] = (weighted_rows / total - weight[slot_labels[:, 0]]).to(gradient.dtype)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(predictions)
-        return cross_entropy, predictions
+        ctx.mark_non_differentiable(is_correct)
+        return cross_entropy, is_correct
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
@@ -292,7 +300,7 @@ class _AnyHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_slots, device = hidden_states.shape[0], hidden_states.device
         loss, cross_entropy = torch.empty(2, num_slots, dtype=torch.float32, device=device)
-        predictions = torch.empty(num_slots, dtype=torch.int64, device=device)
+        is_correct = torch.empty(num_slots, dtype=torch.bool, device=device)
         gradient = torch.empty_like(hidden_states) if ctx.needs_input_grad[0] else None
         for start in range(0, num_slots, chunk_size):
             slots = slice(start, min(start + chunk_size, num_slots))
@@ -302,10 +310,10 @@ class _AnyHead(torch.autograd.Function):
                 if gradient is not None:
                     (gradient[slots],) = torch.autograd.grad(losses.loss.sum(), chunk)
             loss[slots], cross_entropy[slots] = losses.loss.detach(), losses.cross_entropy.detach()
-            predictions[slots] = losses.predictions
+            is_correct[slots] = losses.is_correct
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(cross_entropy, predictions)
-        return loss, cross_entropy, predictions
+        ctx.mark_non_differentiable(cross_entropy, is_correct)
+        return loss, cross_entropy, is_correct
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
@@ -325,7 +333,7 @@ def head_losses(
     hidden_states: torch.Tensor,
     labels: torch.Tensor,
     *,
-    terms: LossTerms = LossTerms(),
+    terms: LossTerms = CROSS_ENTROPY,
     teacher_states: torch.Tensor | None = None,
     teacher_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     chunk_size: int | None = None,
@@ -361,8 +369,8 @@ def head_losses(
             "l1_weight, kl_weight and soft_labels at their defaults."
         )
     if not terms.needs_teacher and is_plain_head(head):
-        cross_entropy, predictions = _FrozenLinearHead.apply(hidden_states, head.weight.detach(), labels)
-        return HeadLosses(terms.ce_weight * cross_entropy, cross_entropy.detach(), predictions)
+        cross_entropy, is_correct = _FrozenLinearHead.apply(hidden_states, head.weight.detach(), labels)
+        return HeadLosses(terms.ce_weight * cross_entropy, cross_entropy.detach(), is_correct)
 
     def chunk_losses(chunk: torch.Tensor, slots: slice) -> HeadLosses:
         weight = head.weight
@@ -374,7 +382,8 @@ def head_losses(
         if terms.needs_teacher and teacher_states is not None and teacher_logits is not None:
             with torch.no_grad():
                 teacher = teacher_logits(teacher_states[slots]).float()
-        return HeadLosses(slot_loss(logits, cross_entropy, teacher, terms), cross_entropy, logits.argmax(-1))
+        is_correct = logits.argmax(-1) == labels[slots]
+        return HeadLosses(slot_loss(logits, cross_entropy, teacher, terms), cross_entropy, is_correct)
 
     if chunk_size is None:
         chunk_size = 64 if hidden_states.device.type == "cpu" else 1024

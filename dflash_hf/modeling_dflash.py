@@ -29,8 +29,43 @@ class UntiedDraftError(NotImplementedError):
     """Embedding or head of the target were asked for, and the draft is not tied to a target."""
 
 
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which matrix products with `x` run: autocast's where it is on, else its own."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+class _LeanRMSNorm(torch.autograd.Function):
+    """
+    RMS normalisation that keeps its input alone for the backward pass.
+
+    Where no fused kernel exists, as on a CPU, `functional.rms_norm` keeps two more tensors of that size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        scale = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        products = gradients[0] * normed
+        weight_gradient = products.flatten(0, -2).sum(0)
+        along_x = (products @ weight)[..., None] / x.shape[-1]
+        x_gradient = (gradients[0] * weight).sub_(normed.mul_(along_x)).mul_(scale)
+        return x_gradient, weight_gradient, None
+
+
 class DFlashRMSNorm(nn.Module):
-    """Scale by the root mean square over the last axis; the variance is computed in fp32."""
+    """
+    Scale by the root mean square over the last axis, in fp32.
+
+    The result comes in the dtype of the products that follow, so that autocast has nothing left to copy.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -38,9 +73,11 @@ class DFlashRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled = x.float()
-        scaled = scaled * torch.rsqrt(scaled.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
+        if x.device.type == "cpu" and torch.is_grad_enabled():
+            normed = _LeanRMSNorm.apply(x.float(), self.weight.float(), self.eps)
+        else:
+            normed = nn.functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(product_dtype(x))
 
 
 class DFlashMLP(nn.Module):
@@ -318,11 +355,10 @@ class DFlashBody(PreTrainedModel):
         self._check_widths(noise_embeds, context_hidden_states)
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
-        dtype = self.fc.weight.dtype
-        hidden_states = noise_embeds.to(dtype)
+        hidden_states = noise_embeds.to(self.fc.weight.dtype)
         if query_valid_mask is not None:
             hidden_states = hidden_states.masked_fill(~query_valid_mask[..., None], 0)
-        context = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
+        context = self.hidden_norm(self.fc(context_hidden_states.to(product_dtype(self.fc.weight))))
 
         num_new = context.shape[1] + hidden_states.shape[1]
         if position_ids is None:

@@ -36,7 +36,13 @@ def test_frozen_head_loss_equals_the_loop_in_value_and_gradient(tile, num_slots)
         torch.testing.assert_close(result.cross_entropy, expected, atol=1e-5, rtol=1e-5)
         assert not result.cross_entropy.requires_grad
         torch.testing.assert_close(hidden.grad, reference_hidden.grad, atol=1e-5, rtol=1e-5)
-        assert result.predictions.tolist() == (hidden @ head.weight.T).argmax(-1).tolist()
+        assert not result.is_correct.any()
+        best = (hidden @ head.weight.T).argmax(-1)
+        assert head_losses(head, hidden, best).is_correct.all()
+        assert (
+            head_losses(head, hidden, torch.where(labels > 48, best, labels)).is_correct.tolist()
+            == (labels > 48).tolist()
+        )
 
 
 def test_large_logits_neither_overflow_nor_lose_the_gradient(tile):
@@ -49,12 +55,13 @@ def test_large_logits_neither_overflow_nor_lose_the_gradient(tile):
     torch.testing.assert_close(hidden.grad, reference_hidden.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_of_equal_logits_the_first_token_is_predicted_as_generation_does(tile):
+def test_of_equal_logits_the_first_token_counts_as_predicted_as_in_generation(tile):
     head = nn.Linear(4, 97, bias=False)
     with torch.no_grad():
         head.weight.fill_(0.5)
-    result = head_losses(head, torch.ones(2, 4), torch.tensor([0, 96]))
-    assert result.predictions.tolist() == [0, 0]
+        head.weight[:2] = 0
+    result = head_losses(head, torch.ones(4, 4), torch.tensor([2, 96, 0, 3]))
+    assert result.is_correct.tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,7 +161,7 @@ def test_other_heads_go_through_their_module(kind):
     expected = functional.cross_entropy(head(hidden), labels, reduction="none")
     torch.testing.assert_close(result.loss, expected)
     torch.testing.assert_close(hidden.grad, torch.autograd.grad(expected.sum(), hidden)[0])
-    assert result.predictions.tolist() == head(hidden).argmax(-1).tolist()
+    assert result.is_correct.tolist() == (head(hidden).argmax(-1) == labels).tolist()
 
 
 def test_other_heads_take_an_empty_selection():

@@ -12,7 +12,7 @@ from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, build_dflash_batch_plan
 from dflash_hf.attention_mask import training_masks
-from dflash_hf.modeling_dflash import embed_tokens
+from dflash_hf.modeling_dflash import DFlashRMSNorm, embed_tokens
 
 VARIANTS = {
     "full": {},
@@ -305,3 +305,19 @@ def test_embedding_scale_is_kept_and_only_embed_norm_is_bypassed():
     assert torch.equal(embed_tokens(scaled, ids), scaled.weight[ids] * 3)
     assert torch.equal(embed_tokens(normed, ids), normed.weight[ids])
     assert isinstance(normed.embed_norm, nn.LayerNorm)
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 8), (0, 4)])
+def test_the_lean_norm_equals_the_written_out_one_in_value_and_gradient(shape):
+    torch.manual_seed(0)
+    norm = DFlashRMSNorm(shape[-1], eps=1e-3)
+    norm.weight.data.uniform_(0.5, 2)
+    x, upstream = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    output = norm(x)
+    gradients = torch.autograd.grad(output, (x, norm.weight), upstream)
+    expected = norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+    torch.testing.assert_close(output, expected)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, (x, norm.weight), upstream), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), expected)

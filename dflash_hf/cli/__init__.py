@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from .bench import bench
 from .demo import demo
 from .generate import generate
 from .regenerate import regenerate
@@ -27,6 +28,7 @@ app.command(
 )(train)
 app.command()(generate)
 app.command()(regenerate)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
