@@ -47,7 +47,7 @@ def block_losses(
     dpace_alpha: float = 0.5,
     terms: LossTerms = CROSS_ENTROPY,
     final_hidden_states: torch.Tensor | None = None,
-    teacher_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    compute_target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     head_chunk_size: int | None = None,
     block_attention: str = "auto",
 ) -> BlockLosses:
@@ -66,14 +66,14 @@ def block_losses(
             As in [`DFlashTrainingArguments`].
         terms ([`LossTerms`]): what the loss of a slot is made of.
         final_hidden_states (`torch.FloatTensor` of shape `[R, S, hidden_size]`, *optional*):
-            Of the target after its final norm, for terms that need the teacher.
-        teacher_logits (`Callable`, *optional*): turns such states into the target's logits.
+            Of the target after its final norm, for terms that need the target's logits.
+        compute_target_logits (`Callable`, *optional*): turns such states into the target's logits.
 
     Returns:
         [`BlockLosses`]; `loss` is attached to the graph even if no slot is supervised.
 
     Raises:
-        ValueError: a term needs the teacher, and there is none.
+        ValueError: a term needs the target's logits, and there are none.
     """
     rows = input_ids.shape[0]
     block_size = draft.config.block_size
@@ -99,10 +99,10 @@ def block_losses(
         labels,
         terms=terms,
         # the target's state before a token predicts it
-        teacher_states=None
+        target_states=None
         if final_hidden_states is None
         else final_hidden_states[supervised_rows, label_positions - 1],
-        teacher_logits=teacher_logits,
+        compute_target_logits=compute_target_logits,
         chunk_size=head_chunk_size,
     )
 

@@ -70,15 +70,15 @@ class LossTerms:
     """
     What the loss of a slot is made of: `kl_weight * KL + (1 - kl_weight) * (ce_weight * CE + l1_weight * L1)`.
 
-    All but the plain cross-entropy compare with the target's own distribution, the *teacher*.
+    All but the plain cross-entropy compare with the target's own distribution.
 
     Args:
         ce_weight (`float`, defaults to 1.0): of the cross-entropy.
         l1_weight (`float`, defaults to 0.0): of [`l1_distance`].
         kl_weight (`float`, defaults to 0.0): of [`top_k_kl`], 0 to 1.
-        kl_top_k (`int`, defaults to 10): tokens of the teacher that the KL term looks at.
+        kl_top_k (`int`, defaults to 10): most likely tokens of the target, which the KL term looks at.
         kl_temperature (`float`, defaults to 1.0): softens both sides of the KL term.
-        soft_labels (`bool`, defaults to `False`): cross-entropy against the teacher instead of the token of the text.
+        soft_labels (`bool`, defaults to `False`): cross-entropy against the target's distribution instead of the text.
     """
 
     ce_weight: float = 1.0
@@ -89,7 +89,7 @@ class LossTerms:
     soft_labels: bool = False
 
     @property
-    def needs_teacher(self) -> bool:
+    def needs_target_logits(self) -> bool:
         """Whether the target's logits are needed."""
         return self.soft_labels or self.l1_weight > 0 or self.kl_weight > 0
 
@@ -97,12 +97,12 @@ class LossTerms:
 CROSS_ENTROPY = LossTerms()
 
 
-def l1_distance(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+def l1_distance(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """
     Sum over the vocabulary of the absolute difference of two distributions: 0 to 2.
 
     Args:
-        logits, teacher_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
 
     Returns:
         `torch.FloatTensor` of shape `[P]`, fp32. Half of it is the probability that a sampled token is rejected.
@@ -115,19 +115,19 @@ def l1_distance(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Ten
 
     ```
     """
-    return (logits.float().softmax(-1) - teacher_logits.float().softmax(-1)).abs().sum(-1)
+    return (logits.float().softmax(-1) - target_logits.float().softmax(-1)).abs().sum(-1)
 
 
 def top_k_kl(
-    logits: torch.Tensor, teacher_logits: torch.Tensor, top_k: int = 10, temperature: float = 1.0
+    logits: torch.Tensor, target_logits: torch.Tensor, top_k: int = 10, temperature: float = 1.0
 ) -> torch.Tensor:
     """
-    KL divergence of the draft from the teacher's most likely tokens, their shares scaled up to one.
+    KL divergence of the draft from the target's most likely tokens, their shares scaled up to one.
 
-    `T² · Σ p (log p - log q)` over the teacher's top K; both softmaxes are over the whole vocabulary at temperature T.
+    `T² · Σ p (log p - log q)` over the target's top K; both softmaxes are over the whole vocabulary at temperature T.
 
     Args:
-        logits, teacher_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
         top_k (`int`, defaults to 10): K.
         temperature (`float`, defaults to 1.0): T.
 
@@ -142,18 +142,18 @@ def top_k_kl(
 
     ```
     """
-    best, tokens = (teacher_logits.float() / temperature).topk(min(top_k, teacher_logits.shape[-1]), dim=-1)
+    best, tokens = (target_logits.float() / temperature).topk(min(top_k, target_logits.shape[-1]), dim=-1)
     log_p = best.log_softmax(-1)  # the rest of the vocabulary cancels when the shares are scaled up to one
     log_q = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens)
     return temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def soft_cross_entropy(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """
-    Cross-entropy against the teacher's whole distribution.
+    Cross-entropy against the target's whole distribution.
 
     Args:
-        logits, teacher_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
 
     Returns:
         `torch.FloatTensor` of shape `[P]`, fp32.
@@ -166,11 +166,11 @@ def soft_cross_entropy(logits: torch.Tensor, teacher_logits: torch.Tensor) -> to
 
     ```
     """
-    return -(teacher_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+    return -(target_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
 
 
 def slot_loss(
-    logits: torch.Tensor, cross_entropy: torch.Tensor, teacher_logits: torch.Tensor | None, terms: LossTerms
+    logits: torch.Tensor, cross_entropy: torch.Tensor, target_logits: torch.Tensor | None, terms: LossTerms
 ) -> torch.Tensor:
     """
     Combine the terms of each slot.
@@ -178,24 +178,24 @@ def slot_loss(
     Args:
         logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft.
         cross_entropy (`torch.FloatTensor` of shape `[P]`): against the token of the text.
-        teacher_logits (`torch.FloatTensor` of shape `[P, vocab_size]`, *optional*): of the target.
+        target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`, *optional*): of the target.
         terms ([`LossTerms`]): weights.
 
     Returns:
         `torch.FloatTensor` of shape `[P]`, fp32.
 
     Raises:
-        ValueError: a term needs the teacher, and there is none.
+        ValueError: a term needs the target's logits, and there are none.
     """
-    if teacher_logits is None:
-        if terms.needs_teacher:
-            raise ValueError(f"{terms} compares with the target's distribution, and no teacher logits were given.")
+    if target_logits is None:
+        if terms.needs_target_logits:
+            raise ValueError(f"{terms} compares with the target's distribution, and no target logits were given.")
         return terms.ce_weight * cross_entropy
-    loss = terms.ce_weight * (soft_cross_entropy(logits, teacher_logits) if terms.soft_labels else cross_entropy)
+    loss = terms.ce_weight * (soft_cross_entropy(logits, target_logits) if terms.soft_labels else cross_entropy)
     if terms.l1_weight > 0:
-        loss = loss + terms.l1_weight * l1_distance(logits, teacher_logits)
+        loss = loss + terms.l1_weight * l1_distance(logits, target_logits)
     if terms.kl_weight > 0:
-        divergence = top_k_kl(logits, teacher_logits, terms.kl_top_k, terms.kl_temperature)
+        divergence = top_k_kl(logits, target_logits, terms.kl_top_k, terms.kl_temperature)
         loss = terms.kl_weight * divergence + (1 - terms.kl_weight) * loss
     return loss
 
@@ -334,8 +334,8 @@ def head_losses(
     labels: torch.Tensor,
     *,
     terms: LossTerms = CROSS_ENTROPY,
-    teacher_states: torch.Tensor | None = None,
-    teacher_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    target_states: torch.Tensor | None = None,
+    compute_target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     chunk_size: int | None = None,
 ) -> HeadLosses:
     """
@@ -349,10 +349,10 @@ def head_losses(
         hidden_states (`torch.FloatTensor` of shape `[P, hidden_size]`): supervised slots only; `P` may be 0.
         labels (`torch.LongTensor` of shape `[P]`): token ids.
         terms ([`LossTerms`]): what the loss is made of.
-        teacher_states (`torch.FloatTensor` of shape `[P, hidden_size]`, *optional*):
+        target_states (`torch.FloatTensor` of shape `[P, hidden_size]`, *optional*):
             The target's states after its final norm, one position before each slot: they predict the slot's token.
-        teacher_logits (`Callable`, *optional*):
-            Turns teacher states into the target's logits, cap and scale included.
+        compute_target_logits (`Callable`, *optional*):
+            Turns such states into the target's logits, cap and scale included.
         chunk_size (`int`, *optional*):
             Slots whose logits exist at one time, where whole rows of them are needed; 64 on a CPU, whose caches more
             would leave, and 1,024 elsewhere.
@@ -361,14 +361,14 @@ def head_losses(
         [`HeadLosses`], not reduced.
 
     Raises:
-        ValueError: a term needs the teacher, and there is none.
+        ValueError: a term needs the target's logits, and there are none.
     """
-    if terms.needs_teacher and (teacher_states is None or teacher_logits is None):
+    if terms.needs_target_logits and (target_states is None or compute_target_logits is None):
         raise ValueError(
-            f"{terms} compares with the target's distribution: give teacher_states and teacher_logits, or leave "
+            f"{terms} compares with the target's distribution: give target_states and compute_target_logits, or leave "
             "l1_weight, kl_weight and soft_labels at their defaults."
         )
-    if not terms.needs_teacher and is_plain_head(head):
+    if not terms.needs_target_logits and is_plain_head(head):
         cross_entropy, is_correct = _FrozenLinearHead.apply(hidden_states, head.weight.detach(), labels)
         return HeadLosses(terms.ce_weight * cross_entropy, cross_entropy.detach(), is_correct)
 
@@ -378,12 +378,12 @@ def head_losses(
             chunk = chunk.to(weight.dtype)
         logits = head(chunk).float()
         cross_entropy = functional.cross_entropy(logits, labels[slots], reduction="none")
-        teacher = None
-        if terms.needs_teacher and teacher_states is not None and teacher_logits is not None:
+        target_logits = None
+        if terms.needs_target_logits and target_states is not None and compute_target_logits is not None:
             with torch.no_grad():
-                teacher = teacher_logits(teacher_states[slots]).float()
+                target_logits = compute_target_logits(target_states[slots]).float()
         is_correct = logits.argmax(-1) == labels[slots]
-        return HeadLosses(slot_loss(logits, cross_entropy, teacher, terms), cross_entropy, is_correct)
+        return HeadLosses(slot_loss(logits, cross_entropy, target_logits, terms), cross_entropy, is_correct)
 
     if chunk_size is None:
         chunk_size = 64 if hidden_states.device.type == "cpu" else 1024

@@ -57,8 +57,8 @@ class DFlashTrainingArguments(TrainingArguments):
     head_chunk_size: int | None = field(
         default=None,
         metadata={
-            "help": "Slots whose rows of logits exist at one time where whole rows are needed (terms with a teacher, "
-            "heads that are not one plain matrix); by default 64 on a CPU and 1,024 elsewhere."
+            "help": "Slots whose rows of logits exist at one time where whole rows are needed (terms with the logits "
+            "of the target, heads that are not one plain matrix); by default 64 on a CPU and 1,024 elsewhere."
         },
     )
     block_attention: str = field(

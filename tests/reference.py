@@ -196,13 +196,13 @@ def softmax(logits: torch.Tensor) -> torch.Tensor:
     return exponentials / exponentials.sum()
 
 
-def teacher_terms(
-    logits: torch.Tensor, teacher_logits: torch.Tensor, label: int, top_k: int, temperature: float
+def target_terms(
+    logits: torch.Tensor, target_logits: torch.Tensor, label: int, top_k: int, temperature: float
 ) -> dict[str, torch.Tensor]:
     """Each term of one slot, token by token."""
-    q, p = softmax(logits), softmax(teacher_logits)
-    soft_q, soft_p = softmax(logits / temperature), softmax(teacher_logits / temperature)
-    best = sorted(range(len(p)), key=lambda token: -teacher_logits[token].item())[:top_k]
+    q, p = softmax(logits), softmax(target_logits)
+    soft_q, soft_p = softmax(logits / temperature), softmax(target_logits / temperature)
+    best = sorted(range(len(p)), key=lambda token: -target_logits[token].item())[:top_k]
     best_sum = sum(soft_p[token] for token in best)
     return {
         "ce": -torch.log(q[label]),

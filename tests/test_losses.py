@@ -93,14 +93,14 @@ TERMS = [
 
 @pytest.mark.parametrize("values", TERMS, ids=str)
 @pytest.mark.parametrize("chunk_size", [1, 3, None])
-def test_terms_with_a_teacher_equal_the_loop_in_value_and_gradient(values, chunk_size):
+def test_terms_with_target_logits_equal_the_loop_in_value_and_gradient(values, chunk_size):
     torch.manual_seed(0)
     head = nn.Linear(8, 29, bias=False)
     terms = LossTerms(**values)
-    hidden, teacher_states = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8)
+    hidden, target_states = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8)
     labels, weights = torch.randint(0, 29, (5,)), torch.rand(5)
 
-    def teacher_logits(states):
+    def target_head(states):
         return 3 * torch.tanh(head(states))
 
     result = head_losses(
@@ -108,18 +108,18 @@ def test_terms_with_a_teacher_equal_the_loop_in_value_and_gradient(values, chunk
         hidden,
         labels,
         terms=terms,
-        teacher_states=teacher_states,
-        teacher_logits=teacher_logits,
+        target_states=target_states,
+        compute_target_logits=target_head,
         chunk_size=chunk_size,
     )
     (result.loss * weights).sum().backward()
 
     reference_hidden = hidden.detach().clone().requires_grad_()
     expected = []
-    for row, teacher_row, label in zip(reference_hidden, teacher_states, labels.tolist(), strict=True):
-        parts = reference.teacher_terms(
+    for row, target_row, label in zip(reference_hidden, target_states, labels.tolist(), strict=True):
+        parts = reference.target_terms(
             head.weight.detach() @ row,
-            teacher_logits(teacher_row).detach(),
+            target_head(target_row).detach(),
             label,
             terms.kl_top_k,
             terms.kl_temperature,
@@ -133,11 +133,11 @@ def test_terms_with_a_teacher_equal_the_loop_in_value_and_gradient(values, chunk
 
 
 @pytest.mark.parametrize("values", [{"soft_labels": True}, {"l1_weight": 0.1}, {"kl_weight": 0.1}])
-def test_a_term_without_teacher_logits_is_an_error_not_a_skip(values):
+def test_a_term_without_target_logits_is_an_error_not_a_skip(values):
     terms = LossTerms(**values)
     with pytest.raises(ValueError, match="compares with the target's distribution"):
         head_losses(nn.Linear(4, 7, bias=False), torch.randn(2, 4), torch.tensor([0, 1]), terms=terms)
-    with pytest.raises(ValueError, match="no teacher logits"):
+    with pytest.raises(ValueError, match="no target logits"):
         slot_loss(torch.randn(2, 7), torch.rand(2), None, terms)
 
 
@@ -191,8 +191,8 @@ def test_no_tensor_as_large_as_slots_times_vocabulary_is_ever_made(values, monke
             torch.randn(slots, 4, requires_grad=True),
             torch.randint(0, vocab_size, (slots,)),
             terms=LossTerms(**values),
-            teacher_states=torch.randn(slots, 4),
-            teacher_logits=head,
+            target_states=torch.randn(slots, 4),
+            compute_target_logits=head,
             chunk_size=16,
         )
         result.loss.sum().backward()
