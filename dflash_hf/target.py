@@ -35,7 +35,12 @@ def position_ids_of(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | 
 
 @torch.no_grad()
 def target_hidden_states(
-    target: PreTrainedModel, input_ids: torch.Tensor, token_valid_mask: torch.Tensor, target_layer_ids: list[int]
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    token_valid_mask: torch.Tensor,
+    target_layer_ids: list[int],
+    *,
+    include_final_state: bool = False,
 ) -> torch.Tensor:
     """
     Run the target once and keep the outputs of the chosen decoder layers.
@@ -47,10 +52,12 @@ def target_hidden_states(
         input_ids (`torch.LongTensor` of shape `[R, S]`): on any device; moved to the target's.
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
         target_layer_ids (`list[int]`): layers counted from 0.
+        include_final_state (`bool`, defaults to `False`): add the state after the final norm, from which the target's
+            head makes its logits, as the last `hidden_size` columns.
 
     Returns:
-        `torch.FloatTensor` of shape `[R, S, len(target_layer_ids) * hidden_size]` in the target's dtype, on the device
-        of `input_ids`; zero at padding.
+        `torch.FloatTensor` of shape `[R, S, len(target_layer_ids) * hidden_size]`, or `hidden_size` wider with the
+        final state, in the target's dtype, on the device of `input_ids`; zero at padding.
 
     Raises:
         ValueError: the target returned no state for a layer, for example because it has fewer layers.
@@ -67,9 +74,11 @@ def target_hidden_states(
     if "logits_to_keep" in inspect.signature(target.forward).parameters:
         inputs["logits_to_keep"] = 1  # no logits are needed here
     wanted = [layer_id + 1 for layer_id in target_layer_ids]
+    if include_final_state:
+        wanted.append(target.config.get_text_config(decoder=True).num_hidden_layers)
     states = target(**inputs, output_hidden_states=wanted, use_cache=False).hidden_states
     chosen = [states[index] if index < len(states) else None for index in wanted]
-    missing = [layer_id for layer_id, state in zip(target_layer_ids, chosen, strict=True) if state is None]
+    missing = [layer_id for layer_id, state in zip(target_layer_ids, chosen, strict=False) if state is None]
     if missing:
         raise ValueError(
             f"The target {target.config.name_or_path!r} returned no hidden states for layers {missing}: it has "
