@@ -20,7 +20,7 @@ from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
-from .target import target_hidden_states
+from .target import target_hidden_states, without_peft
 from .training_args import DFlashTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -36,7 +36,8 @@ class DFlashTrainer(Trainer):
         model ([`DFlashDraftModel`]):
             The draft; tied to `target` here. Keep its weights in fp32 and use `bf16=True` in the arguments.
         target (`PreTrainedModel` or `str`):
-            The live target, or its Hub name or folder. Put in evaluation mode, moved to the training device unless it
+            The live target, or its Hub name or folder; quantised, multimodal (on rows of text), or a `peft.PeftModel`
+            whose adapters change weights. Put in evaluation mode, moved to the training device unless it
             was spread with `device_map`; never trained, never saved.
         args ([`DFlashTrainingArguments`]):
             Training arguments.
@@ -70,6 +71,7 @@ class DFlashTrainer(Trainer):
     ) -> None:
         if isinstance(target, str):
             target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        target = without_peft(target)
         model.tie_target(target)
         # Not frozen with requires_grad_(False): nothing here asks for its gradients, and generate on a CPU would then
         # copy the whole head in every draft step (matmul folds a sliced input only if the weight requires a gradient).
