@@ -46,7 +46,7 @@ def position_ids_of(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | 
     return tokens_before(token_valid_mask, segment_ids)
 
 
-def without_peft(target: Any) -> Any:
+def without_peft(target: Any) -> PreTrainedModel:
     """
     The model inside a `peft` wrapper, with its adapters in place; any other model as it is.
 

@@ -7,10 +7,8 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import make_target
 from torch import nn
 
-from dflash_hf import target as target_module
 from dflash_hf.target import target_hidden_states
 
 TINY = {
