@@ -268,11 +268,11 @@ class DFlashConfig(PreTrainedConfig):
         """
         hub = {"revision": target_revision, "token": token, "cache_dir": cache_dir}
         hub["local_files_only"] = local_files_only
-        model = target if isinstance(target, PreTrainedModel) else None
+        model = None if isinstance(target, (str, PreTrainedConfig)) else target
         if isinstance(target, str):
             target_config = AutoConfig.from_pretrained(target, **hub)
         else:
-            target_config = target.config if isinstance(target, PreTrainedModel) else target
+            target_config = target if isinstance(target, PreTrainedConfig) else target.config
         text = target_config.get_text_config(decoder=True)
         for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
             if getattr(text, field, None) is None:

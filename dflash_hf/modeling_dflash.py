@@ -562,7 +562,7 @@ class DFlashDraftModel(DFlashBody):
         draft = cls(DFlashConfig.from_target(target, **config_kwargs))
         for parameter in draft.parameters():
             parameter.data = parameter.data.to(dtype)
-        if isinstance(target, PreTrainedModel):
+        if not isinstance(target, str):  # a `peft` wrapper is no PreTrainedModel
             draft.tie_target(target)
             nn.Module.to(draft, target.device)
         else:
@@ -582,6 +582,8 @@ class DFlashDraftModel(DFlashBody):
         """
         weight = self.get_output_embeddings().weight
         if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # not so in a quantised head
+            if not hasattr(weight, "device_mesh"):  # a sharded weight is never quantised
+                weight = weight.dequantize()  # torchao's weights look like floating ones
             self.norm.weight.fill_(1 / weight.float().norm(dim=-1).mean().item())
 
     @classmethod
@@ -639,7 +641,7 @@ class DFlashDraftModel(DFlashBody):
                 f"The weights in {str(pretrained_model_name_or_path)!r} are not those of a DFlash draft of its "
                 f"configuration ({'; '.join(problems)}). No weight is made up; use the right file."
             )
-        if isinstance(target, PreTrainedModel):
+        if target is not None and not isinstance(target, (str, bool)):
             draft.tie_target(target)
         else:
             names = ("token", "cache_dir", "local_files_only")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -20,7 +19,15 @@ from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
-from .target import target_hidden_states
+from .state_cache import (
+    DiskStateCache,
+    MemoryStateCache,
+    StateCache,
+    cached_states,
+    fill_state_cache,
+    state_fingerprint,
+)
+from .target import target_hidden_states, without_peft
 from .training_args import DFlashTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -36,7 +43,8 @@ class DFlashTrainer(Trainer):
         model ([`DFlashDraftModel`]):
             The draft; tied to `target` here. Keep its weights in fp32 and use `bf16=True` in the arguments.
         target (`PreTrainedModel` or `str`):
-            The live target, or its Hub name or folder. Put in evaluation mode, moved to the training device unless it
+            The live target, or its Hub name or folder; quantised, multimodal (on rows of text), or a `peft.PeftModel`
+            whose adapters change weights. Put in evaluation mode, moved to the training device unless it
             was spread with `device_map`; never trained, never saved.
         args ([`DFlashTrainingArguments`]):
             Training arguments.
@@ -57,6 +65,8 @@ class DFlashTrainer(Trainer):
     args: DFlashTrainingArguments
     # The loss is divided by the sum over the whole accumulation window, so Trainer must not divide again.
     loss_is_scaled_for_ga = True
+    # Losses that compare with the target's logits make them from its final state.
+    _needs_final_state = False
 
     def __init__(
         self,
@@ -70,6 +80,7 @@ class DFlashTrainer(Trainer):
     ) -> None:
         if isinstance(target, str):
             target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        target = without_peft(target)
         model.tie_target(target)
         # Not frozen with requires_grad_(False): nothing here asks for its gradients, and generate on a CPU would then
         # copy the whole head in every draft step (matmul folds a sliced input only if the weight requires a gradient).
@@ -109,7 +120,7 @@ class DFlashTrainer(Trainer):
             self.add_callback(self.time_budget)
         if getattr(target, "hf_device_map", None) is None and target.device != args.device:
             nn.Module.to(target, args.device)
-        self._state_cache: dict[bytes, torch.Tensor] = {}
+        self._state_cache: StateCache = MemoryStateCache()
         self._train_statistics: torch.Tensor | None = None
 
     def _prepared(self, dataset: Any, description: str) -> Any:
@@ -124,61 +135,50 @@ class DFlashTrainer(Trainer):
 
     def _states(self, input_ids: torch.Tensor, token_valid_mask: torch.Tensor) -> torch.Tensor:
         """Target states of a batch: out of the cache where all its rows are in it, else from the target."""
-        layer_ids = self.draft.config.target_layer_ids or []
-        if self._state_cache:
-            rows = [ids[valid] for ids, valid in zip(input_ids, token_valid_mask, strict=True)]
-            cached = [state for row in rows if (state := self._state_cache.get(_row_key(row))) is not None]
-            if len(cached) == len(rows):
-                width = len(layer_ids) * self.draft.config.hidden_size
-                states = torch.zeros(*input_ids.shape, width, dtype=self.target.dtype, device=input_ids.device)
-                for row, valid, state in zip(states, token_valid_mask, cached, strict=True):
-                    row[valid] = state.to(states.device, non_blocking=True)
-                return states
-        return target_hidden_states(self.target, input_ids, token_valid_mask, layer_ids)
+        states = cached_states(self._state_cache, input_ids, token_valid_mask) if self._state_cache else None
+        if states is not None:
+            return states
+        return target_hidden_states(
+            self.target,
+            input_ids,
+            token_valid_mask,
+            self.draft.config.target_layer_ids or [],
+            include_final_state=self._needs_final_state,
+        )
 
     def cache_states(
         self, dataset: datasets.Dataset, description: str = "train", batch_tokens: int | None = None
     ) -> None:
         """
-        Compute the target's hidden states of every row once and keep them in memory.
+        Compute the target's hidden states of every row once and keep them, on disk with `cache_target_states="disk"`.
 
         Args:
             dataset (`datasets.Dataset`): prepared rows.
-            description (`str`, defaults to `"train"`): names the set in the progress bar.
-            batch_tokens (`int`, *optional*): tokens a target pass, padding included; by default 2,048 on a CPU, whose
-                caches a larger batch leaves, and 16,384 elsewhere.
+            description (`str`, defaults to `"train"`): names the set in messages.
+            batch_tokens (`int`, *optional*): as in [`fill_state_cache`].
+
+        Raises:
+            ValueError: the folder holds the states of another target or of other layers; each difference is named.
+            OSError: a file of the folder is damaged, or the disk is too small.
         """
-        if batch_tokens is None:
-            batch_tokens = 2048 if self.target.device.type == "cpu" else 16384
-        all_ids = [row["input_ids"] for row in dataset if _row_key(row["input_ids"]) not in self._state_cache]
-        config = self.draft.config
-        num_tokens = sum(len(ids) for ids in all_ids)
-        row_bytes = len(config.target_layer_ids or []) * config.hidden_size * self.target.dtype.itemsize
-        needed = f"{num_tokens * row_bytes / 2**30:.2f} GiB"
-        logger.warning_advice(
-            f"Target states of {len(all_ids):,} {description} rows ({num_tokens:,} tokens) take {needed}."
+        layer_ids = self.draft.config.target_layer_ids or []
+        if self.args.cache_target_states == "disk" and not isinstance(self._state_cache, DiskStateCache):
+            fingerprint = state_fingerprint(self.target, layer_ids, include_final_state=self._needs_final_state)
+            self._state_cache = DiskStateCache(str(self.args.state_cache_dir), fingerprint)
+        fill_state_cache(
+            self._state_cache,
+            self.target,
+            dataset["input_ids"],
+            layer_ids,
+            include_final_state=self._needs_final_state,
+            description=description,
+            batch_tokens=batch_tokens,
+            accelerator=self.accelerator,
+            show_progress=not self.args.disable_tqdm,
         )
-        progress = logging.tqdm(
-            total=num_tokens,
-            desc=f"Target states of the {description} rows, {needed} of memory",
-            unit="token",
-            unit_scale=True,
-            disable=self.args.disable_tqdm,
-        )
-        collate = DFlashCollator()
-        for batch_ids in _batches_by_length(all_ids, batch_tokens):
-            rows = [{"input_ids": ids, "supervised_mask": [False] * len(ids), "sample_id": 0} for ids in batch_ids]
-            batch = self._prepare_inputs(collate(rows))
-            states = target_hidden_states(
-                self.target, batch["input_ids"], batch["token_valid_mask"], config.target_layer_ids or []
-            )
-            for ids, state in zip(batch_ids, states, strict=True):
-                self._state_cache[_row_key(ids)] = state[: len(ids)].cpu().clone()
-            progress.update(sum(len(ids) for ids in batch_ids))
-        progress.close()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        if self.args.cache_target_states == "memory":
+        if self.args.cache_target_states is not None:
             self.cache_states(self.train_dataset)
             eval_sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
             for eval_set in eval_sets.values():
@@ -319,19 +319,3 @@ class DFlashTrainer(Trainer):
 
 def _statistics(losses: BlockLosses, rows: int) -> torch.Tensor:
     return row_statistics(losses.loss.detach(), losses.weights, losses.is_correct, losses.plan.loss_mask, rows)
-
-
-def _row_key(input_ids: Sequence[int] | torch.Tensor) -> bytes:
-    """Rows are known by their tokens: the same text has the same target states in any data set."""
-    return hashlib.blake2b(torch.as_tensor(input_ids).cpu().numpy().tobytes(), digest_size=16).digest()
-
-
-def _batches_by_length(rows: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:
-    batch: list[Sequence[int]] = []
-    for row in sorted(rows, key=len):
-        if batch and (len(batch) + 1) * len(row) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -50,8 +51,16 @@ class DFlashTrainingArguments(TrainingArguments):
     cache_target_states: str | None = field(
         default=None,
         metadata={
-            "help": "'memory' computes the target's hidden states of every row once, before training, and keeps them "
-            "in RAM: faster from the second epoch on. By default they are computed in every step."
+            "help": "'memory' or 'disk': compute the target's hidden states of every row once, before training, and "
+            "keep them in RAM or in files, which later runs use again: faster from the second epoch on. By default "
+            "they are computed in every step."
+        },
+    )
+    state_cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of cache_target_states='disk', which several runs may share; by default _target_states in "
+            "output_dir, which is never pushed to the Hub. Safe to delete between runs."
         },
     )
     head_chunk_size: int | None = field(
@@ -77,7 +86,7 @@ class DFlashTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         for name, choices in (
             ("slot_weights", ("decay", "dpace", "uniform")),
-            ("cache_target_states", (None, "memory")),
+            ("cache_target_states", (None, "memory", "disk")),
             ("padding_side", ("left", "right")),
             ("block_attention", ("auto", "flex", "structured", "dense")),
         ):
@@ -89,6 +98,11 @@ class DFlashTrainingArguments(TrainingArguments):
         for name in ("loss_decay", "max_train_minutes"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive, or unset.")
+        if self.state_cache_dir is not None and self.cache_target_states != "disk":
+            raise ValueError(
+                f"state_cache_dir={self.state_cache_dir!r} is used with cache_target_states='disk' alone, and that is "
+                f"{self.cache_target_states!r}. Set it to 'disk', or leave state_cache_dir unset."
+            )
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"dpace_alpha={self.dpace_alpha} must be in 0 … 1.")
         if self.max_train_minutes is not None:
@@ -107,3 +121,5 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.bf16 and not torch.accelerator.is_available():
             self.use_cpu = True  # bf16 autocast works on a CPU, and Trainer wants to be told
         super().__post_init__()
+        if self.cache_target_states == "disk" and self.state_cache_dir is None:
+            self.state_cache_dir = os.path.join(str(self.output_dir), "_target_states")

@@ -236,16 +236,37 @@ def test_muon_state_survives_saving_and_loading():
 
 
 def test_cached_target_states_train_like_fresh_ones(tmp_path):
-    finals = []
-    for cache in (None, "memory"):
+    """In memory, on disk, and on disk from an earlier run, in which case no row is computed; evaluation rows too."""
+    finals, losses, passes = [], [], []
+    for cache in (None, "memory", "disk", "disk"):
         target = make_target()
-        rows = rows_of(target)
-        trainer = make_trainer(target, tmp_path, rows=rows, eval_rows=rows, cache_target_states=cache)
+        rows = rows_of(target, count=6)
+        trainer = make_trainer(target, tmp_path, rows=rows[:4], eval_rows=rows[2:], cache_target_states=cache)
+        counter = target.model.layers[0].register_forward_hook(lambda *_: passes.append(1))
         trainer.train()
-        assert len(trainer._state_cache) == (4 if cache else 0)
+        counter.remove()
+        assert len(trainer._state_cache) == (6 if cache else 0)
         finals.append(weights(trainer.draft))
+        losses.append(trainer.evaluate()["eval_loss"])
+        passes.append(0)
     for key, value in finals[0].items():
-        torch.testing.assert_close(value, finals[1][key], atol=1e-5, rtol=1e-4)
+        for other in finals[1:]:
+            torch.testing.assert_close(value, other[key], atol=1e-5, rtol=1e-4)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    assert passes[-2:] == [0, 0]
+    assert {path.name.split("-")[0] for path in (tmp_path / "out" / "_target_states").iterdir()} == {
+        "fingerprint.json",
+        "states",
+    }
+
+
+def test_states_of_other_layers_on_disk_stop_the_training(target, tmp_path):
+    folder = {"cache_target_states": "disk", "state_cache_dir": str(tmp_path / "states")}
+    make_trainer(target, tmp_path, max_steps=1, **folder).train()
+    draft = make_draft(target, target_layer_ids=[1, 2])
+    with pytest.raises(ValueError, match=r"target_layer_ids: cache has \[0, 2\], this run needs \[1, 2\]"):
+        make_trainer(target, tmp_path, draft=draft, **folder).train()
+    make_trainer(target, tmp_path, draft=draft, max_steps=1, cache_target_states="disk").train()
 
 
 @pytest.mark.parametrize("slot_weights", ["decay", "dpace"])
@@ -381,6 +402,7 @@ class RecordElapsed(TrainerCallback):
     [
         ({"slot_weights": "flat"}, "slot_weights='flat'"),
         ({"cache_target_states": "gpu"}, "cache_target_states='gpu'"),
+        ({"state_cache_dir": "here"}, "state_cache_dir='here'"),
         ({"padding_side": "both"}, "padding_side='both'"),
         ({"anchors_per_sample": 0}, "anchors_per_sample=0"),
         ({"block_attention": "fast"}, "block_attention='fast'"),
