@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +118,49 @@ def target_hidden_states(
         rows = torch.arange(len(input_ids), device=input_ids.device)[:, None]
         context = context[rows, first_real.argsort(dim=1)]
     return context.masked_fill(~token_valid_mask[..., None], 0)
+
+
+@torch.no_grad()
+def target_logits_function(
+    target: PreTrainedModel, head: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    How the target makes logits from its final state: the raw head, then scale and cap of its configuration.
+
+    What comes out is compared once with the logits of the target itself.
+
+    Args:
+        target (`PreTrainedModel`): in evaluation mode; or `peft.PeftModel`.
+        head (`Callable`): applies the target's raw head, such as `draft.compute_logits`.
+
+    Returns:
+        `Callable`: final states of shape `[..., hidden_size]` to logits of shape `[..., vocab_size]`.
+
+    Raises:
+        ValueError: the target makes its logits in another way.
+    """
+    target = without_peft(target)
+    config = target.config.get_text_config(decoder=True)
+    scale = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def compute_target_logits(final_states: torch.Tensor) -> torch.Tensor:
+        logits = head(final_states) * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    input_ids = torch.arange(1, 1 + PROBE_TOKENS, device=target.device)[None] % config.vocab_size
+    expected = target(**{**_inputs(target, input_ids, []), "logits_to_keep": 0}).logits.float()
+    (final_state,) = _states_of_text(target, input_ids, [], include_final_state=True)
+    difference = (compute_target_logits(final_state).float() - expected).abs().max().item()
+    allowed = (1e-4 if target.dtype == torch.float32 else 0.02) * expected.abs().max().item()
+    if not difference <= allowed:
+        raise ValueError(
+            f"The logits of the target {describe_target(target)} differ by up to {difference:.3g} from its head on "
+            "its final state with the scale and cap of its configuration, so a loss cannot compare with them slot "
+            "by slot. Leave l1_weight, kl_weight and soft_labels at their defaults."
+        )
+    return compute_target_logits
 
 
 def _states_of_text(

@@ -27,7 +27,7 @@ from .state_cache import (
     fill_state_cache,
     state_fingerprint,
 )
-from .target import target_hidden_states, without_peft
+from .target import target_hidden_states, target_logits_function, without_peft
 from .training_args import DFlashTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -65,8 +65,6 @@ class DFlashTrainer(Trainer):
     args: DFlashTrainingArguments
     # The loss is divided by the sum over the whole accumulation window, so Trainer must not divide again.
     loss_is_scaled_for_ga = True
-    # Losses that compare with the target's logits make them from its final state.
-    _needs_final_state = False
 
     def __init__(
         self,
@@ -120,6 +118,11 @@ class DFlashTrainer(Trainer):
             self.add_callback(self.time_budget)
         if getattr(target, "hf_device_map", None) is None and target.device != args.device:
             nn.Module.to(target, args.device)
+        # Losses that compare with the target's logits make them from its final state.
+        self._needs_final_state = args.loss_terms.needs_target_logits
+        self._compute_target_logits = (
+            target_logits_function(target, model.compute_logits) if self._needs_final_state else None
+        )
         self._state_cache: StateCache = MemoryStateCache()
         self._train_statistics: torch.Tensor | None = None
 
@@ -222,16 +225,22 @@ class DFlashTrainer(Trainer):
             with self.accelerator.autocast():
                 return model(**kwargs)
 
+        config = self.draft.config
+        context_width = len(config.target_layer_ids or []) * config.hidden_size
+        states = self._states(inputs["input_ids"], inputs["token_valid_mask"])
         return block_losses(
             forward,
             self.draft,
             self._plan(inputs, optimizer_step),
             inputs["input_ids"],
             inputs["token_valid_mask"],
-            self._states(inputs["input_ids"], inputs["token_valid_mask"]),
+            states[..., :context_width],
             slot_weights=self.args.slot_weights,
             loss_decay=self.args.loss_decay,
             dpace_alpha=self.args.dpace_alpha,
+            terms=self.args.loss_terms,
+            final_hidden_states=states[..., context_width:] if self._needs_final_state else None,
+            compute_target_logits=self._compute_target_logits,
             head_chunk_size=self.args.head_chunk_size,
             block_attention=self.args.block_attention,
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from .losses import LossTerms
+
 
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
@@ -44,6 +46,20 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Decay constant in slots; by default 4 (blocks of 8) to 7 (blocks of 16)."}
     )
     dpace_alpha: float = field(default=0.5, metadata={"help": "Floor of a slot's confidence in D-PACE weights, 0-1."})
+    ce_weight: float = field(default=1.0, metadata={"help": "Weight of the cross-entropy."})
+    soft_labels: bool = field(
+        default=False,
+        metadata={"help": "Cross-entropy against the target's distribution instead of the token of the text."},
+    )
+    l1_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the L1 distance between the draft's and the target's distributions."}
+    )
+    kl_weight: float = field(
+        default=0.0,
+        metadata={"help": "Share, 0-1, of the KL divergence from the target's most likely tokens; the rest is above."},
+    )
+    kl_top_k: int = field(default=10, metadata={"help": "Most likely tokens of the target in the KL divergence."})
+    kl_temperature: float = field(default=1.0, metadata={"help": "Softens both sides of the KL divergence."})
     use_muon: bool = field(
         default=False,
         metadata={"help": "Muon for 2-D weights and AdamW for the rest, instead of the optimizer named in `optim`."},
@@ -92,10 +108,10 @@ class DFlashTrainingArguments(TrainingArguments):
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}.")
-        for name, minimum in (("anchors_per_sample", 1), ("max_length", 2), ("head_chunk_size", 1)):
+        for name, minimum in (("anchors_per_sample", 1), ("max_length", 2), ("head_chunk_size", 1), ("kl_top_k", 1)):
             if getattr(self, name) is not None and getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}.")
-        for name in ("loss_decay", "max_train_minutes"):
+        for name in ("loss_decay", "max_train_minutes", "kl_temperature"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive, or unset.")
         if self.state_cache_dir is not None and self.cache_target_states != "disk":
@@ -103,8 +119,14 @@ class DFlashTrainingArguments(TrainingArguments):
                 f"state_cache_dir={self.state_cache_dir!r} is used with cache_target_states='disk' alone, and that is "
                 f"{self.cache_target_states!r}. Set it to 'disk', or leave state_cache_dir unset."
             )
-        if not 0 <= self.dpace_alpha <= 1:
-            raise ValueError(f"dpace_alpha={self.dpace_alpha} must be in 0 … 1.")
+        for name in ("dpace_alpha", "kl_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be in 0 … 1.")
+        for name in ("ce_weight", "l1_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
+        if self.ce_weight == self.l1_weight == self.kl_weight == 0:
+            raise ValueError("ce_weight, l1_weight and kl_weight are all 0: nothing would be learned. Raise one.")
         if self.max_train_minutes is not None:
             if self.lr_scheduler_type not in ("linear", "cosine", "constant"):
                 raise ValueError(
@@ -123,3 +145,15 @@ class DFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.cache_target_states == "disk" and self.state_cache_dir is None:
             self.state_cache_dir = os.path.join(str(self.output_dir), "_target_states")
+
+    @property
+    def loss_terms(self) -> LossTerms:
+        """[`LossTerms`]: what the loss of a slot is made of."""
+        return LossTerms(
+            ce_weight=self.ce_weight,
+            l1_weight=self.l1_weight,
+            kl_weight=self.kl_weight,
+            kl_top_k=self.kl_top_k,
+            kl_temperature=self.kl_temperature,
+            soft_labels=self.soft_labels,
+        )

@@ -5,9 +5,17 @@ import math
 from typing import Any
 
 import pytest
+import reference
 import torch
 from conftest import greedy, make_draft, make_target
-from transformers import TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    TrainerCallback,
+)
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data import DFlashCollator
@@ -408,6 +416,10 @@ class RecordElapsed(TrainerCallback):
         ({"block_attention": "fast"}, "block_attention='fast'"),
         ({"loss_decay": 0.0}, "loss_decay=0.0"),
         ({"dpace_alpha": 1.5}, "dpace_alpha=1.5"),
+        ({"kl_weight": 2.0}, "kl_weight=2.0"),
+        ({"kl_top_k": 0}, "kl_top_k=0"),
+        ({"l1_weight": -1.0}, "l1_weight=-1.0"),
+        ({"ce_weight": 0.0}, "nothing would be learned"),
         ({"max_train_minutes": -1}, "max_train_minutes=-1"),
         ({"max_train_minutes": 1, "warmup_steps": 10}, "warmup_steps=10"),
         ({"max_train_minutes": 1, "lr_scheduler_type": "polynomial"}, "cannot follow the clock"),
@@ -423,3 +435,85 @@ def test_a_wrong_target_and_rows_with_the_mask_token_are_refused_before_training
         make_trainer(make_target(hidden_size=48), tmp_path, draft=draft, rows=[])
     with pytest.raises(ValueError, match="mask token 96"):
         make_trainer(target, tmp_path, draft=draft, rows=[{"input_ids": [1, 96, 3]}])
+
+
+def scaled_targets() -> dict[str, Any]:
+    small = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return {
+        "llama": LlamaConfig(**small),
+        "capped": Gemma2Config(**small, head_dim=8, final_logit_softcapping=2.0),
+        "divided": GraniteConfig(**small, logits_scaling=3.0),
+        "multiplied": CohereConfig(**small, logit_scale=0.25),
+    }
+
+
+@pytest.mark.parametrize("kind", ["llama", "capped", "divided", "multiplied"])
+@pytest.mark.parametrize("cache", [None, "memory"])
+def test_terms_compare_with_the_targets_own_logits_one_position_before_the_slot(kind, cache, tmp_path):
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(scaled_targets()[kind]).eval()
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.randint(1, 96, (length,), generator=generator).tolist()} for length in (12, 9)]
+    trainer = make_trainer(
+        target,
+        tmp_path,
+        rows=rows,
+        soft_labels=True,
+        l1_weight=0.5,
+        kl_weight=0.3,
+        kl_temperature=1.5,
+        slot_weights="uniform",
+        padding_side="left",
+    )
+    if cache:
+        trainer.cache_states(trainer.train_dataset)
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(2)])
+    losses = trainer._block_losses(trainer.model, batch, optimizer_step=0)
+    hidden = []
+
+    def keep_hidden_states(**kwargs):
+        output = trainer.draft(**kwargs)
+        hidden.append(output.last_hidden_state)
+        return output
+
+    trainer._block_losses(keep_hidden_states, batch, optimizer_step=0)
+    draft_logits = target.get_output_embeddings()(hidden[0]).view(*losses.loss.shape, -1)
+    padding = 12 - 9
+    for block, slot in losses.plan.loss_mask.nonzero().tolist():
+        row = losses.plan.sample_rows[block].item()
+        text = torch.tensor([rows[row]["input_ids"]])
+        position = losses.plan.label_positions[block, slot].item() - (padding if row == 1 else 0)
+        target_logits = target(text).logits[0, position - 1]
+        terms = reference.target_terms(draft_logits[block, slot], target_logits, text[0, position].item(), 10, 1.5)
+        expected = 0.3 * terms["kl"] + 0.7 * (terms["soft"] + 0.5 * terms["l1"])
+        torch.testing.assert_close(losses.loss[block, slot], expected, atol=1e-4, rtol=1e-4)
+    assert losses.plan.loss_mask.sum() > 20
+
+
+def test_a_target_whose_logits_cannot_be_made_from_its_final_state_is_refused(target, tmp_path):
+    target.config.final_logit_softcapping = 1.0  # which a Llama does not apply
+    with pytest.raises(ValueError, match="differ by up to"):
+        make_trainer(target, tmp_path, soft_labels=True)
+    make_trainer(target, tmp_path)
+
+
+@pytest.mark.parametrize("values", [{"soft_labels": True}, {"l1_weight": 1.0}, {"kl_weight": 0.5}], ids=str)
+def test_every_term_learns(values, target, tmp_path):
+    rows = rows_of(target)
+    trainer = make_trainer(target, tmp_path, rows=rows, eval_rows=rows, max_steps=30, **values)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.9 * before["eval_loss"]
+    assert after["eval_accept_len"] > before["eval_accept_len"]
