@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -20,6 +20,7 @@ from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
+from .serving_walk import accepted_at_every_anchor, serving_statistics
 from .target import target_hidden_states
 from .training_args import DFlashTrainingArguments
 
@@ -51,7 +52,8 @@ class DFlashTrainer(Trainer):
         ValueError: draft and target do not fit, no row is usable, or a row contains the mask token.
 
     Logged while training: `loss` (weighted cross-entropy) and `accept_len` on the trained blocks. Evaluation logs
-    `eval_loss`, `eval_accept_len` and `eval_slot_accuracy_k`, the same for any batch size and number of workers.
+    `eval_loss`, `eval_accept_len`, `eval_slot_accuracy_k` and `eval_serving_accept_len`, the acceptance length of a
+    walk through every answer as `generate` takes it; all are the same for any batch size and number of workers.
     """
 
     args: DFlashTrainingArguments
@@ -82,6 +84,7 @@ class DFlashTrainer(Trainer):
             "forbidden_token_id": model.config.mask_token_id,
             "tokenizer": processing_class,
         }
+        self._end_token_ids = {*self._data_kwargs["eos_token_ids"], getattr(processing_class, "eos_token_id", None)}
         if args.use_muon and "optimizer_cls_and_kwargs" not in kwargs:
             kwargs["optimizer_cls_and_kwargs"] = (
                 make_muon_with_adamw,
@@ -217,18 +220,29 @@ class DFlashTrainer(Trainer):
             partial_windows=True,
         )
 
-    def _block_losses(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], optimizer_step: int) -> BlockLosses:
+    def _forward_of(self, model: nn.Module) -> Callable[..., Any]:
+        """The model's forward as Trainer would run it: with autocast."""
+
         def forward(**kwargs: Any) -> Any:
             with self.accelerator.autocast():
                 return model(**kwargs)
 
+        return forward
+
+    def _block_losses(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        optimizer_step: int,
+        states: torch.Tensor | None = None,
+    ) -> BlockLosses:
         return block_losses(
-            forward,
+            self._forward_of(model),
             self.draft,
             self._plan(inputs, optimizer_step),
             inputs["input_ids"],
             inputs["token_valid_mask"],
-            self._states(inputs["input_ids"], inputs["token_valid_mask"]),
+            self._states(inputs["input_ids"], inputs["token_valid_mask"]) if states is None else states,
             slot_weights=self.args.slot_weights,
             loss_decay=self.args.loss_decay,
             dpace_alpha=self.args.dpace_alpha,
@@ -289,15 +303,46 @@ class DFlashTrainer(Trainer):
         """Keeps Trainer's contract (loss, predictions, labels): predictions are sums and counts of each row."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
-            losses = self._block_losses(model, inputs, EVAL_PLAN_STEP)
-        return None, _statistics(losses, len(inputs["input_ids"])), inputs["sample_ids"]
+            states = self._states(inputs["input_ids"], inputs["token_valid_mask"])
+            losses = self._block_losses(model, inputs, EVAL_PLAN_STEP, states)
+            statistics = _statistics(losses, len(inputs["input_ids"]))
+            if self.args.eval_serving:
+                walk = self._serving_statistics(model, inputs, states)
+                statistics = torch.cat([statistics, walk.to(statistics)], dim=-1)
+        return None, statistics, inputs["sample_ids"]
+
+    def _serving_statistics(
+        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], states: torch.Tensor
+    ) -> torch.Tensor:
+        def largest_of_all_ranks(count: int) -> int:
+            return int(self.accelerator.gather(torch.tensor([count], device=states.device)).max())
+
+        tensors = {name: inputs[name] for name in ("input_ids", "token_valid_mask", "supervised_mask")}
+        segment_ids = inputs.get("segment_ids")
+        accepted = accepted_at_every_anchor(
+            self._forward_of(model),
+            self.draft,
+            **tensors,
+            context_hidden_states=states,
+            blocks_per_pass=self.args.anchors_per_sample,
+            segment_ids=segment_ids,
+            head_chunk_size=self.args.head_chunk_size,
+            block_attention=self.args.block_attention,
+            agree_on=largest_of_all_ranks if self.accelerator.num_processes > 1 else int,
+        )
+        return serving_statistics(accepted, **tensors, end_token_ids=self._end_token_ids, segment_ids=segment_ids)
 
     def _evaluation_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         statistics = torch.as_tensor(prediction.predictions)
+        statistics, walk = statistics.tensor_split([2 + 2 * self.draft.config.block_size], dim=-1)
         denominator = None
         if self.args.slot_weights == "dpace":
             denominator = float(statistics[:, 4:].chunk(2, dim=-1)[1].sum())
-        return summarize(statistics, denominator)
+        metrics = summarize(statistics, denominator)
+        if self.args.eval_serving:
+            committed, passes = walk.sum(0).tolist()
+            metrics["serving_accept_len"] = committed / passes if passes else float("nan")
+        return metrics
 
     # ---- schedule ----
 

@@ -69,6 +69,13 @@ class DFlashTrainingArguments(TrainingArguments):
             "'auto' is 'flex' on CUDA, else 'structured'."
         },
     )
+    eval_serving: bool = field(
+        default=True,
+        metadata={
+            "help": "Evaluation also walks every answer as generate would (eval_serving_accept_len), which takes a block "
+            "at each token of the answers."
+        },
+    )
     max_train_minutes: float | None = field(
         default=None,
         metadata={"help": "Stop after this many minutes of optimizer steps; the schedule then follows the clock."},

@@ -265,7 +265,12 @@ def test_evaluation_is_the_same_for_any_batch_size_and_every_time(target, tmp_pa
         for _ in range(2):
             metrics = trainer.evaluate()
             results.append({name: value for name, value in metrics.items() if "loss" in name or "acc" in name})
-    assert set(results[0]) == {"eval_loss", "eval_accept_len", *(f"eval_slot_accuracy_{slot}" for slot in (1, 2, 3))}
+    assert set(results[0]) == {
+        "eval_loss",
+        "eval_accept_len",
+        "eval_serving_accept_len",
+        *(f"eval_slot_accuracy_{slot}" for slot in (1, 2, 3)),
+    }
     for result in results[1:]:
         assert result == pytest.approx(results[0], rel=1e-5)
 
