@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -15,11 +16,13 @@ from transformers.utils import logging
 
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import BlockLosses, block_losses
+from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .data import DFlashCollator, prepare_dataset
 from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
+from .resuming import RunRecord, check_checkpoint, last_complete_checkpoint, run_values
 from .serving_walk import accepted_at_every_anchor, serving_statistics
 from .target import target_hidden_states
 from .training_args import DFlashTrainingArguments
@@ -110,6 +113,11 @@ class DFlashTrainer(Trainer):
         self.time_budget = TimeBudget(args.max_train_minutes) if args.max_train_minutes is not None else None
         if self.time_budget is not None:
             self.add_callback(self.time_budget)
+        self._run_values = run_values(args, target, _length_of(self.train_dataset))
+        self.add_callback(RunRecord(**self._run_values))
+        self._stop_on_signal = StopOnSignal(self._any_rank if self.accelerator.num_processes > 1 else None)
+        self.add_callback(self._stop_on_signal)
+        self.add_callback(AcceptanceWatch(self.time_budget))
         if getattr(target, "hf_device_map", None) is None and target.device != args.device:
             nn.Module.to(target, args.device)
         self._state_cache: dict[bytes, torch.Tensor] = {}
@@ -180,7 +188,48 @@ class DFlashTrainer(Trainer):
             progress.update(sum(len(ids) for ids in batch_ids))
         progress.close()
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def was_interrupted(self) -> bool:
+        """`bool`: the last `train()` was ended by Ctrl-C or SIGTERM."""
+        return self._stop_on_signal.was_interrupted
+
+    def _any_rank(self, answer: bool) -> bool:
+        return bool(self.accelerator.gather(torch.tensor([answer], device=self.args.device)).any())
+
+    def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The folder, checked; `True` means the last complete one."""
+        if resume_from_checkpoint is None or resume_from_checkpoint is False:
+            return None
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = last_complete_checkpoint(str(self.args.output_dir))
+            if folder is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True needs a complete checkpoint, and {self.args.output_dir} has none. "
+                    "Train without it, or set output_dir to the folder of the earlier run."
+                )
+        check_checkpoint(folder, self.draft.config, self._run_values)
+        return str(folder)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """
+        Keeps Trainer's contract.
+
+        Ctrl-C and SIGTERM end training after the running micro-batch with a checkpoint of the last optimizer step,
+        from which `train(resume_from_checkpoint=True)` continues as if nothing had happened; a second one ends at
+        once. A handler of your own for one of these signals stays in charge.
+
+        Raises:
+            ValueError: the checkpoint is incomplete, or of another draft, target or optimizer.
+            KeyboardInterrupt: after Ctrl-C, when the checkpoint is there: what follows in a script does not run.
+            SystemExit: after SIGTERM, likewise, with exit code 143.
+        """
+        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if self.args.cache_target_states == "memory":
             self.cache_states(self.train_dataset)
             eval_sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
@@ -188,9 +237,35 @@ class DFlashTrainer(Trainer):
                 if eval_set is not None:
                     self.cache_states(eval_set, "evaluation")
         try:
-            return super().train(*args, **kwargs)
+            with self._stop_on_signal.watched():
+                try:
+                    result = super().train(checkpoint, trial, ignore_keys_for_eval)
+                    interrupted = self._stop_on_signal.agreed()  # a signal after the last step counts, too
+                except TrainingInterruptedError:
+                    interrupted = True
+                    self._stop_on_signal.restore_random_states()
+                if interrupted:
+                    raise self._stop_on_signal.exception(self._keep_interrupted(trial, checkpoint))
+            return result
         finally:
             self._restore_forward()
+
+    def _keep_interrupted(self, trial: Any, checkpoint: str | None) -> str:
+        """Save the last optimizer step unless a checkpoint has it, close the loop as Trainer does, and say so."""
+        step = self.state.global_step
+        if step != self._stop_on_signal.saved_step:
+            checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{step}")
+            self._save_checkpoint(self.model_wrapped, trial)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        if self.is_in_train:
+            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self._finish_current_push()
+            self.is_in_train = False
+        message = f"Training was interrupted at step {step}"
+        if checkpoint is not None:
+            message += f": {checkpoint} is kept, and trainer.train(resume_from_checkpoint=True) continues it"
+        logger.warning(f"{message}.")
+        return f"{message}."
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Keeps Trainer's contract; raw rows are taken too."""
@@ -360,6 +435,10 @@ class DFlashTrainer(Trainer):
             lambda _: schedule_factor(max(budget.progress, 1e-3), warmup, shape),
         )
         return self.lr_scheduler
+
+
+def _length_of(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def _statistics(losses: BlockLosses, rows: int) -> torch.Tensor:

@@ -72,8 +72,8 @@ class DFlashTrainingArguments(TrainingArguments):
     eval_serving: bool = field(
         default=True,
         metadata={
-            "help": "Evaluation also walks every answer as generate would (eval_serving_accept_len), which takes a block "
-            "at each token of the answers."
+            "help": "Evaluation also walks every answer as generate would: eval_serving_accept_len. It costs a block "
+            "at each token of the answers, next to the anchors_per_sample blocks a row of the other metrics."
         },
     )
     max_train_minutes: float | None = field(
