@@ -144,11 +144,9 @@ def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str,
         problems.append("use_muon {}, these arguments say {}".format(*changed.pop("use_muon")))
     other_name, other_weights = changed.pop("target", None), changed.pop("target_fingerprint", None)
     if other_weights is not None:
-        if other_name is not None or values.get("target") is None:
-            before, now = other_name or ("an unnamed target", "another one")
-            problems.append(
-                f"target {before or 'an unnamed one'}, this is {now or 'an unnamed one'}, with other weights"
-            )
+        if other_name is not None or values["target"] is None:
+            before, now = (target or "without a name" for target in other_name or (None, None))
+            problems.append(f"the target {before}, this is the target {now} with other weights")
         else:
             logger.warning(
                 f"{name} was trained with other weights of the target {values['target']} (another revision or "

@@ -144,7 +144,7 @@ def accepted_at_every_anchor(
             labels = input_ids[part.sample_rows[blocks], part.label_positions[blocks, slot]]
             chunks = hidden_states[blocks, slot].split(head_chunk_size or 256)
             predictions = torch.cat([draft.compute_logits(chunk).argmax(-1) for chunk in chunks])
-            blocks = blocks[predictions == labels]
+            blocks = blocks[predictions.to(labels.device) == labels]
             accepted[part.sample_rows[blocks], part.anchor_positions[blocks]] = slot
     return accepted
 

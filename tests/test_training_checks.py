@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_draft, make_target
+from test_trainer import RecordElapsed, StopAt, make_trainer, rows_of, weights
+from transformers.utils import logging as transformers_logging
+
+from dflash_hf.callbacks import AcceptanceWatch
+from dflash_hf.resuming import last_complete_checkpoint, target_fingerprint
+
+
+@pytest.fixture
+def warnings(caplog):
+    """What the package warned of, as one list of messages."""
+    transformers_logging.enable_propagation()
+    caplog.set_level(logging.WARNING)
+    yield lambda: [record.getMessage() for record in caplog.records if record.name.startswith("dflash_hf")]
+    transformers_logging.disable_propagation()
+
+
+SAVED = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory) -> Path:
+    """The output folder of a run with a checkpoint of step 1 and of step 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    make_trainer(make_target(), folder, **SAVED).train()
+    return folder / "out"
+
+
+@pytest.fixture
+def run_copy(saved_run, tmp_path) -> Path:
+    return Path(shutil.copytree(saved_run, tmp_path / "out"))
+
+
+# ---- resuming ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_size": 6}, "checkpoint-2 .* block_size 4, this draft has 6"),
+        ({"mask_token_id": 95}, "mask_token_id 96, this draft has 95"),
+        ({"target_layer_ids": [1, 2]}, r"target_layer_ids \[0, 2\], this draft has \[1, 2\]"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers 2, this draft has 1"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "sliding_window None, this draft has 8"),
+        ({"rope_theta": 5000.0, "head_dim": 16}, r"head_dim 8, this draft has 16; rope_parameters .*5000\.0"),
+    ],
+)
+def test_a_checkpoint_of_another_draft_is_refused_by_name_before_anything_is_loaded(run_copy, changes, words):
+    target = make_target()
+    draft = make_draft(target, **changes)
+    before = weights(draft)
+    trainer = make_trainer(target, run_copy.parent, draft=draft, rows=rows_of(target, count=2), **SAVED)
+    with pytest.raises(ValueError, match=words):
+        trainer.train(resume_from_checkpoint=str(run_copy / "checkpoint-2"))
+    assert all(torch.equal(value, before[name]) for name, value in weights(draft).items())
+    assert trainer.state.global_step == 0
+
+
+def test_a_checkpoint_of_another_target_is_refused_and_a_moved_target_is_not(tmp_path, warnings):
+    def run(name: str, seed: int, resume: bool, **overrides):
+        target = make_target(seed)
+        target.config.name_or_path = name
+        trainer = make_trainer(target, tmp_path, rows=[{"input_ids": [1] * 9}], **{**SAVED, **overrides})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.state.global_step
+
+    run("org/first", 0, resume=False)
+    for name, seed in (("org/second", 1), ("", 1)):
+        with pytest.raises(ValueError, match=f"the target org/first, this is the target {name or 'without a name'}"):
+            run(name, seed, resume=True)
+    assert run("/moved/first", 0, resume=True, max_steps=3) == 3
+    assert not any("was trained with" in message for message in warnings())
+    assert run("/moved/first", 1, resume=True, max_steps=4) == 4
+    assert any("checkpoint-3 was trained with other weights of the target /moved/first" in m for m in warnings())
+
+
+def test_a_target_without_a_name_is_known_by_its_weights(run_copy):
+    target = make_target(seed=5)
+    trainer = make_trainer(target, run_copy.parent, rows=rows_of(target, count=2), **SAVED)
+    with pytest.raises(
+        ValueError, match="target without a name, this is the target without a name with other weights"
+    ):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_the_fingerprint_of_a_target_survives_another_dtype_and_not_other_weights():
+    target = make_target().bfloat16()
+    digest = target_fingerprint(target)
+    assert target_fingerprint(copy.deepcopy(target).float()) == digest
+    with torch.no_grad():
+        target.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    assert target_fingerprint(target) != digest
+
+
+def test_another_optimizer_is_refused(run_copy):
+    trainer = make_trainer(make_target(), run_copy.parent, use_muon=True, **SAVED)
+    with pytest.raises(ValueError, match="use_muon False, these arguments say True"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_arguments_that_make_it_another_run_are_warned_of_by_name_and_the_same_arguments_are_not(run_copy, warnings):
+    make_trainer(make_target(), run_copy.parent, **{**SAVED, "max_steps": 3}).train(resume_from_checkpoint=True)
+    assert not any("another run" in message for message in warnings())
+    target = make_target()
+    trainer = make_trainer(
+        target,
+        run_copy.parent,
+        rows=rows_of(target, count=3),
+        seed=7,
+        anchors_per_sample=5,
+        gradient_accumulation_steps=2,
+        slot_weights="dpace",
+        **{**SAVED, "max_steps": 4},
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+    (message,) = [message for message in warnings() if "another run" in message]
+    for part in (
+        "checkpoint-3",
+        "seed was 42 and is 7",
+        "anchors_per_sample was 8 and is 5",
+        "slot_weights was decay and is dpace",
+        "rows per optimizer step was 2 and is 4",
+        "rows was 4 and is 3",
+    ):
+        assert part in message
+
+
+def test_a_half_written_checkpoint_is_passed_over_and_refused_by_name(run_copy, warnings):
+    broken = run_copy / "checkpoint-10"
+    shutil.copytree(run_copy / "checkpoint-2", broken)
+    (broken / "trainer_state.json").write_text("{")
+    assert last_complete_checkpoint(run_copy) == str(run_copy / "checkpoint-2")
+    assert any("checkpoint-10 is incomplete" in message for message in warnings())
+    assert last_complete_checkpoint(run_copy / "nowhere") is None
+    trainer = make_trainer(make_target(), run_copy.parent, **{**SAVED, "max_steps": 3})
+    with pytest.raises(ValueError, match="checkpoint-10' is no complete checkpoint"):
+        trainer.train(resume_from_checkpoint=str(broken))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+    empty = make_trainer(make_target(), run_copy.parent / "new")
+    with pytest.raises(ValueError, match="needs a complete checkpoint"):
+        empty.train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_of_a_run_without_record_or_budget_are_resumed_and_then_have_both(run_copy):
+    """Trainer itself would end in a KeyError at the first save."""
+    state_file = run_copy / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(state_file.read_text())
+    del state["stateful_callbacks"]["RunRecord"]
+    state_file.write_text(json.dumps(state))
+    values = {**SAVED, "max_steps": -1, "max_train_minutes": 0.01}
+    trainer = make_trainer(make_target(), run_copy.parent, **values)
+    trainer.add_callback(StopAt(4))
+    seen: list[float] = []
+    trainer.add_callback(RecordElapsed(trainer.time_budget, seen))
+    trainer.train(resume_from_checkpoint=True)
+    assert seen[0] == 0
+    state = json.loads((run_copy / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["RunRecord"]["args"]["anchors_per_sample"] == 8
+    assert state["stateful_callbacks"]["TimeBudget"]["attributes"]["elapsed_s"] > 0
+
+
+# ---- what learns nothing ----
+
+
+def feed(watch: AcceptanceWatch, accept_lens: list[float], warmup: int = 0, every: int = 10) -> list[int]:
+    """Steps at which a warning came."""
+    args = SimpleNamespace(get_warmup_steps=lambda steps: warmup, warmup_steps=0.25)
+    warned = []
+    for index, accept_len in enumerate(accept_lens, start=1):
+        before = watch._is_done
+        state = SimpleNamespace(global_step=index * every, max_steps=1000)
+        watch.on_log(args, state, None, logs={"loss": 1.0, "accept_len": accept_len})
+        watch.on_log(args, state, None, logs={"eval_loss": 1.0})
+        if watch._is_done and not before and accept_len < 1.02:
+            warned.append(state.global_step)
+    return warned
+
+
+def test_a_draft_that_stays_at_one_is_warned_of_once_after_twice_the_warmup(warnings):
+    assert feed(AcceptanceWatch(), [1.0] * 20) == [50]
+    assert feed(AcceptanceWatch(), [1.01] * 20, warmup=40) == [80]
+    assert len([message for message in warnings() if "acceptance length is still 1.0" in message]) == 2
+
+
+def test_a_draft_that_was_accepted_once_is_not_warned_of(warnings):
+    assert feed(AcceptanceWatch(), [1.0, 1.03, *[1.0] * 30]) == []
+    assert feed(AcceptanceWatch(), [1.0] * 4) == []
+    assert warnings() == []
+
+
+def test_with_a_time_budget_the_warmup_is_a_share_of_it(warnings):
+    budget = SimpleNamespace(progress=0.4)
+    watch = AcceptanceWatch(budget)
+    assert feed(watch, [1.0] * 10) == []
+    budget.progress = 0.6
+    assert feed(watch, [1.0] * 10) == [50]
+
+
+def test_training_on_noise_ends_in_the_warning(tmp_path, warnings):
+    """Rate 0: what is proposed stays random."""
+    target = make_target()
+    trainer = make_trainer(target, tmp_path, learning_rate=0.0, max_steps=50, logging_steps=50, anchors_per_sample=4)
+    trainer.train()
+    assert [m for m in warnings() if "After 50 steps" in m and "target_layer_ids" in m]
