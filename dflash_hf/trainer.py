@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import datasets
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import EvalPrediction
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 from transformers.utils import logging
 
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import BlockLosses, block_losses
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .data import DFlashCollator, prepare_dataset
+from .evaluation import generated_accept_len, plain_forward
 from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
@@ -26,6 +28,7 @@ from .resuming import RunRecord, check_checkpoint, last_complete_checkpoint, run
 from .serving_walk import accepted_at_every_anchor, serving_statistics
 from .target import target_hidden_states
 from .training_args import DFlashTrainingArguments
+from .training_checks import TrainingSummary, check_target_states, summarize_training, warn_of_dtypes
 
 logger = logging.get_logger(__name__)
 
@@ -56,7 +59,8 @@ class DFlashTrainer(Trainer):
 
     Logged while training: `loss` (weighted cross-entropy) and `accept_len` on the trained blocks. Evaluation logs
     `eval_loss`, `eval_accept_len`, `eval_slot_accuracy_k` and `eval_serving_accept_len`, the acceptance length of a
-    walk through every answer as `generate` takes it; all are the same for any batch size and number of workers.
+    walk through every answer as `generate` takes it; all are the same for any batch size and number of workers. With
+    `eval_generate_prompts`, `eval_generate_accept_len` is what `generate` reaches on so many prompts.
     """
 
     args: DFlashTrainingArguments
@@ -122,6 +126,7 @@ class DFlashTrainer(Trainer):
             nn.Module.to(target, args.device)
         self._state_cache: dict[bytes, torch.Tensor] = {}
         self._train_statistics: torch.Tensor | None = None
+        self._states_are_checked = False
 
     def _prepared(self, dataset: Any, description: str) -> Any:
         """Tokenised rows; several named evaluation sets stay a dict, what is prepared already is left alone."""
@@ -196,20 +201,31 @@ class DFlashTrainer(Trainer):
     def _any_rank(self, answer: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([answer], device=self.args.device)).any())
 
+    def summary(self) -> TrainingSummary:
+        """
+        What is about to be trained, from what and for how long; `train()` shows it before the first step.
+
+        Returns:
+            [`TrainingSummary`]
+        """
+        tokenizer = self.processing_class if isinstance(self.processing_class, PreTrainedTokenizerBase) else None
+        return summarize_training(self.args, self.draft, self.target, self.train_dataset, tokenizer)
+
     def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The folder, checked; `True` means the last complete one."""
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
         folder = resume_from_checkpoint
-        if folder is True:
-            folder = last_complete_checkpoint(str(self.args.output_dir))
-            if folder is None:
+        if isinstance(folder, bool):
+            last = last_complete_checkpoint(str(self.args.output_dir))
+            if last is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True needs a complete checkpoint, and {self.args.output_dir} has none. "
                     "Train without it, or set output_dir to the folder of the earlier run."
                 )
+            folder = last
         check_checkpoint(folder, self.draft.config, self._run_values)
-        return str(folder)
+        return folder
 
     def train(
         self,
@@ -230,6 +246,9 @@ class DFlashTrainer(Trainer):
             SystemExit: after SIGTERM, likewise, with exit code 143.
         """
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        if self.is_world_process_zero():
+            logger.warning_advice(str(self.summary()))
+            warn_of_dtypes(self.args, self.draft, self.target)
         if self.args.cache_target_states == "memory":
             self.cache_states(self.train_dataset)
             eval_sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
@@ -276,6 +295,28 @@ class DFlashTrainer(Trainer):
             self._restore_forward()
         return metrics
 
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Keeps Trainer's contract; adds what `generate` itself reaches on the first rows, if asked for."""
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+        )
+        if self.args.eval_generate_prompts > 0 and output.metrics is not None:
+            with plain_forward(self.draft):  # as users have it: Trainer's own returns fp32 whatever the target takes
+                output.metrics[f"{metric_key_prefix}_generate_accept_len"] = generated_accept_len(
+                    self.target,
+                    self.draft,
+                    itertools.islice(dataloader.dataset, self.args.eval_generate_prompts),
+                    max_new_tokens=self.args.eval_generate_max_new_tokens,
+                )
+        return output
+
     def _restore_forward(self) -> None:
         """accelerate makes `forward` return fp32; the draft that is handed back must fit a target of any dtype."""
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
@@ -311,13 +352,18 @@ class DFlashTrainer(Trainer):
         optimizer_step: int,
         states: torch.Tensor | None = None,
     ) -> BlockLosses:
+        if states is None:
+            states = self._states(inputs["input_ids"], inputs["token_valid_mask"])
+        if not self._states_are_checked:
+            check_target_states(states, self.draft.config, self.target)
+            self._states_are_checked = True
         return block_losses(
             self._forward_of(model),
             self.draft,
             self._plan(inputs, optimizer_step),
             inputs["input_ids"],
             inputs["token_valid_mask"],
-            self._states(inputs["input_ids"], inputs["token_valid_mask"]) if states is None else states,
+            states,
             slot_weights=self.args.slot_weights,
             loss_decay=self.args.loss_decay,
             dpace_alpha=self.args.dpace_alpha,

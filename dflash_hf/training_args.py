@@ -76,6 +76,16 @@ class DFlashTrainingArguments(TrainingArguments):
             "at each token of the answers, next to the anchors_per_sample blocks a row of the other metrics."
         },
     )
+    eval_generate_prompts: int = field(
+        default=0,
+        metadata={
+            "help": "Evaluation also lets the target answer the prompts of so many rows, greedily and with the draft: "
+            "eval_generate_accept_len."
+        },
+    )
+    eval_generate_max_new_tokens: int = field(
+        default=128, metadata={"help": "Longest answer of eval_generate_prompts, in tokens."}
+    )
     max_train_minutes: float | None = field(
         default=None,
         metadata={"help": "Stop after this many minutes of optimizer steps; the schedule then follows the clock."},
@@ -90,7 +100,13 @@ class DFlashTrainingArguments(TrainingArguments):
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}.")
-        for name, minimum in (("anchors_per_sample", 1), ("max_length", 2), ("head_chunk_size", 1)):
+        for name, minimum in (
+            ("anchors_per_sample", 1),
+            ("max_length", 2),
+            ("head_chunk_size", 1),
+            ("eval_generate_prompts", 0),
+            ("eval_generate_max_new_tokens", 1),
+        ):
             if getattr(self, name) is not None and getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}.")
         for name in ("loss_decay", "max_train_minutes"):
