@@ -32,7 +32,7 @@ class StopOnSignal(TrainerCallback):
     """
     Leave the training loop after the running micro-batch once Ctrl-C or SIGTERM came.
 
-    Parameters and optimizer are then those of the last complete optimizer step. A second signal ends at once. Several
+    Parameters and optimizer are then those of the last complete optimizer step. A further Ctrl-C ends at once. Several
     processes agree before each optimizer step, so that all of them leave at the same one.
 
     Args:
@@ -71,13 +71,15 @@ class StopOnSignal(TrainerCallback):
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._signal_number = number
         if self.was_interrupted:
+            if number == signal.SIGTERM:
+                return  # a launcher passes on what the scheduler has sent to every process already
+            self._signal_number = number
             raise self.exception("stopped at once, without a checkpoint")
-        self.was_interrupted = True
+        self._signal_number, self.was_interrupted = number, True
         logger.warning(
             f"{signal.Signals(number).name}: training stops after this micro-batch and keeps a checkpoint. "
-            "A second signal stops at once, without one."
+            "Ctrl-C stops at once, without one."
         )
 
     def exception(self, message: str) -> BaseException:
@@ -152,7 +154,7 @@ class AcceptanceWatch(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         accept_len = (logs or {}).get("accept_len")
-        if accept_len is None or self._is_done:
+        if accept_len is None or self._is_done or not state.is_world_process_zero:
             return
         self.best = max(self.best, accept_len)
         self._is_done = self.best >= STALLED_ACCEPT_LEN

@@ -61,19 +61,21 @@ class RunRecord(TrainerCallback, ExportableState):
 
 
 @torch.no_grad()
-def target_fingerprint(target: nn.Module) -> str:
+def target_fingerprint(target: nn.Module) -> str | None:
     """
     A digest of the first weights of every floating-point tensor, which another folder or dtype does not change.
 
     Args:
-        target (`nn.Module`): on any devices; what is not in memory is left out.
+        target (`nn.Module`): on any devices.
 
     Returns:
-        `str` of 16 hexadecimal digits.
+        `str` of 16 hexadecimal digits, or `None` if a tensor is sharded or not in memory.
     """
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in target.named_parameters():
-        if parameter.is_floating_point() and type(parameter.data) is torch.Tensor and not parameter.is_meta:
+        if parameter.is_meta or type(parameter.data) is not torch.Tensor:
+            return None
+        if parameter.is_floating_point():
             digest.update(f"{name} {list(parameter.shape)}".encode())
             first = parameter.data.reshape(-1)[:8].to(torch.bfloat16)  # what is left of fp32 weights in a bf16 target
             digest.update(first.cpu().view(torch.int16).numpy().tobytes())
@@ -142,8 +144,9 @@ def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str,
     }
     if "use_muon" in changed:
         problems.append("use_muon {}, these arguments say {}".format(*changed.pop("use_muon")))
-    other_name, other_weights = changed.pop("target", None), changed.pop("target_fingerprint", None)
-    if other_weights is not None:
+    weights = changed.pop("target_fingerprint", None)
+    if weights is not None and None not in weights:
+        other_name = changed.pop("target", None)
         if other_name is not None or values["target"] is None:
             before, now = (target or "without a name" for target in other_name or (None, None))
             problems.append(f"the target {before}, this is the target {now} with other weights")
@@ -152,6 +155,8 @@ def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str,
                 f"{name} was trained with other weights of the target {values['target']} (another revision or "
                 "quantisation?): the draft continues on hidden states it was not trained on."
             )
+    elif weights is None and values["target_fingerprint"] is not None:
+        changed.pop("target", None)  # the same weights in another folder
     if problems:
         raise ValueError(
             f"{name} cannot be resumed: it was trained with {'; '.join(problems)}. Continue with the draft, target "

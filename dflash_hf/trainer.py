@@ -237,8 +237,8 @@ class DFlashTrainer(Trainer):
         Keeps Trainer's contract.
 
         Ctrl-C and SIGTERM end training after the running micro-batch with a checkpoint of the last optimizer step,
-        from which `train(resume_from_checkpoint=True)` continues as if nothing had happened; a second one ends at
-        once. A handler of your own for one of these signals stays in charge.
+        from which `train(resume_from_checkpoint=True)` continues as if nothing had happened; a further Ctrl-C ends at
+        once. A handler of your own for one of these signals (or that of `enable_jit_checkpoint`) stays in charge.
 
         Raises:
             ValueError: the checkpoint is incomplete, or of another draft, target or optimizer.
@@ -283,7 +283,8 @@ class DFlashTrainer(Trainer):
         message = f"Training was interrupted at step {step}"
         if checkpoint is not None:
             message += f": {checkpoint} is kept, and trainer.train(resume_from_checkpoint=True) continues it"
-        logger.warning(f"{message}.")
+        if self.is_world_process_zero():
+            logger.warning(f"{message}.")
         return f"{message}."
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:

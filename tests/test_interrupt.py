@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -119,21 +120,31 @@ def test_a_signal_before_the_first_step_keeps_nothing_and_one_after_the_last_ste
     assert (tmp_path / "out" / "checkpoint-6" / "model.safetensors").is_file()
 
 
-def test_a_second_signal_stops_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("first", "second", "stops_at_once"),
+    [
+        (signal.SIGINT, signal.SIGINT, True),
+        (signal.SIGTERM, signal.SIGINT, True),
+        (signal.SIGTERM, signal.SIGTERM, False),  # a scheduler tells every process, and their launcher tells again
+    ],
+)
+def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_changes_nothing(tmp_path, first, second, stops_at_once):
     trainer = make(tmp_path)
-    trainer.add_callback(SignalAt("on_substep_end", 2, signal.SIGINT))
 
-    class Hurry(TrainerCallback):
+    class SignalTwice(TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):
-            if trainer.was_interrupted:
-                signal.raise_signal(signal.SIGINT)
+            if state.global_step == 2:
+                signal.raise_signal(first)
+                signal.raise_signal(second)
 
-    trainer.callback_handler.callbacks.insert(0, trainer.pop_callback(SignalAt))
-    trainer.callback_handler.callbacks.insert(1, Hurry())
-    with pytest.raises(KeyboardInterrupt, match="at once"):
+    trainer.callback_handler.callbacks.insert(0, SignalTwice())
+    with pytest.raises(
+        KeyboardInterrupt if stops_at_once else SystemExit, match="at once" if stops_at_once else "143"
+    ):
         trainer.train()
-    assert not list((tmp_path / "out").iterdir())
+    assert len(list((tmp_path / "out").glob("checkpoint-2"))) == (0 if stops_at_once else 1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_interrupted_run_that_was_resumed_keeps_the_checkpoint_it_came_from(tmp_path):
@@ -163,6 +174,50 @@ def test_a_handler_of_the_user_stays_in_charge(tmp_path):
     assert trainer.state.global_step == 6
 
 
+def test_the_checkpoint_on_sigterm_of_transformers_itself_keeps_its_handler(tmp_path):
+    trainer = make(tmp_path, enable_jit_checkpoint=True, max_steps=1)
+    theirs = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    class NoteHandlers(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            seen.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT))
+
+    trainer.add_callback(NoteHandlers())
+    trainer.train()
+    assert callable(theirs)
+    assert seen[0] == theirs
+    assert seen[1] != signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_training_works_in_another_thread_without_handlers(tmp_path):
+    trainer = make(tmp_path, max_steps=1)
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert trainer.state.global_step == 1
+    assert not trainer.was_interrupted
+
+
+def make_to_evaluate(folder: Path) -> DFlashTrainer:
+    """Five rows of very different lengths for two ranks, which need different numbers of passes."""
+    rows = rows_of(make_target(), count=5, new_tokens=30)
+    rows[0] = {name: values[:9] for name, values in rows[0].items()}
+    return make(
+        folder,
+        eval_rows=rows,
+        anchors_per_sample=4,
+        per_device_eval_batch_size=1,
+        eval_generate_prompts=2,
+        eval_generate_max_new_tokens=6,
+    )
+
+
+def quality(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if "loss" in name or "acc" in name}
+
+
 def child(folder: str) -> None:
     """A training script: waits for its signal in the open window after step 2, and would go on after training."""
 
@@ -174,12 +229,14 @@ def child(folder: str) -> None:
                 while not trainer.was_interrupted and time.monotonic() < end:
                     time.sleep(0.01)
 
-    trainer = make(Path(folder))
+    has_ranks = "RANK" in os.environ
+    trainer = make_to_evaluate(Path(folder)) if has_ranks else make(Path(folder))
     trainer.callback_handler.callbacks.insert(0, WaitForSignal())
+    metrics = quality(trainer.evaluate()) if has_ranks else {}
     try:
         trainer.train()
     finally:
-        report = {"step": trainer.state.global_step, "interrupted": trainer.was_interrupted}
+        report = {"step": trainer.state.global_step, "interrupted": trainer.was_interrupted, "metrics": metrics}
         Path(folder, f"report-{trainer.args.process_index}.json").write_text(json.dumps(report))
     Path(folder, "trained to the end").touch()
 
@@ -199,7 +256,13 @@ def start_child(folder: Path, **environment: str) -> subprocess.Popen:
 
 
 def test_signals_from_outside_end_real_processes_at_one_step_with_a_checkpoint(tmp_path, uninterrupted):
-    """SIGINT and SIGTERM to a script each; SIGTERM to one of two ranks, which both stop before the same step."""
+    """
+    SIGINT and SIGTERM to a script each; SIGTERM to one of two ranks, which both stop before the same step.
+
+    The two ranks evaluate first: the metrics are those of one process.
+    """
+    alone = quality(make_to_evaluate(tmp_path / "alone").evaluate())
+    assert {"eval_loss", "eval_serving_accept_len", "eval_generate_accept_len"} <= set(alone)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -228,6 +291,8 @@ def test_signals_from_outside_end_real_processes_at_one_step_with_a_checkpoint(t
                 assert processes[name].poll() is None, processes[name].communicate()[1]
                 time.sleep(0.05)
             processes[name].send_signal(number)
+            if number == signal.SIGTERM:
+                processes[name].send_signal(number)
         for name, process in processes.items():
             errors[name] = process.communicate(timeout=60)[1]
     finally:
@@ -239,7 +304,9 @@ def test_signals_from_outside_end_real_processes_at_one_step_with_a_checkpoint(t
         folder = tmp_path / name
         assert not (folder / "trained to the end").exists()
         reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report-*.json"))]
-        assert reports == [{"step": step, "interrupted": True}] * (2 if name == "ranks" else 1)
+        metrics = pytest.approx(alone, rel=1e-6) if name == "ranks" else {}
+        expected = {"step": step, "interrupted": True, "metrics": metrics}
+        assert reports == [expected] * (2 if name == "ranks" else 1)
         assert (folder / "out" / f"checkpoint-{step}" / "trainer_state.json").is_file()
         assert f"checkpoint-{step} is kept" in errors["rank 0" if name == "ranks" else name]
     for name in ("int", "term"):

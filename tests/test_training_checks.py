@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, build_dflash_batch_plan
 from dflash_hf.callbacks import AcceptanceWatch
 from dflash_hf.evaluation import generate_timed
-from dflash_hf.resuming import last_complete_checkpoint, target_fingerprint
+from dflash_hf.resuming import check_checkpoint, last_complete_checkpoint, target_fingerprint
 from dflash_hf.training_checks import count_rows
 
 
@@ -105,7 +105,16 @@ def test_the_fingerprint_of_a_target_survives_another_dtype_and_not_other_weight
     assert target_fingerprint(copy.deepcopy(target).float()) == digest
     with torch.no_grad():
         target.model.layers[1].mlp.up_proj.weight[0, 0] += 1
-    assert target_fingerprint(target) != digest
+    assert target_fingerprint(target) not in (digest, None)
+    assert target_fingerprint(target.to("meta")) is None
+
+
+def test_another_name_of_a_target_whose_weights_are_out_of_reach_is_a_warning(run_copy, warnings):
+    config = DFlashDraftModel.from_pretrained(run_copy / "checkpoint-2", target=False).config
+    values = json.loads((run_copy / "checkpoint-2" / "trainer_state.json").read_text())
+    values = {**values["stateful_callbacks"]["RunRecord"]["args"], "target": "org/other", "target_fingerprint": None}
+    check_checkpoint(run_copy / "checkpoint-2", config, values)
+    assert any("target was None and is org/other" in message for message in warnings())
 
 
 def test_another_optimizer_is_refused(run_copy):
@@ -186,7 +195,7 @@ def feed(watch: AcceptanceWatch, accept_lens: list[float], warmup: int = 0, ever
     warned = []
     for index, accept_len in enumerate(accept_lens, start=1):
         before = watch._is_done
-        state = SimpleNamespace(global_step=index * every, max_steps=1000)
+        state = SimpleNamespace(global_step=index * every, max_steps=1000, is_world_process_zero=True)
         watch.on_log(args, state, None, logs={"loss": 1.0, "accept_len": accept_len})
         watch.on_log(args, state, None, logs={"eval_loss": 1.0})
         if watch._is_done and not before and accept_len < 1.02:

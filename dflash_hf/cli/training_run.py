@@ -52,12 +52,19 @@ class LiveProgress(TrainerCallback):
             self.progress.update(self.task, loss=f"{logs['loss']:.3f}", accept_len=f"{logs['accept_len']:.2f}")
         if "eval_accept_len" in logs:
             self.progress.console.print(
-                f"step {state.global_step}: held-out loss {logs['eval_loss']:.3f}, "
-                f"acceptance length {logs['eval_accept_len']:.2f}"
+                f"step {state.global_step}: held-out loss {logs['eval_loss']:.3f}, {describe_acceptance(logs)}"
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.progress.stop()
+
+
+def describe_acceptance(metrics: dict[str, Any]) -> str:
+    """The acceptance length of an evaluation, a block and, where it was asked for, when serving."""
+    text = f"acceptance length {metrics['eval_accept_len']:.2f} a block"
+    if "eval_serving_accept_len" in metrics:
+        text += f", {metrics['eval_serving_accept_len']:.2f} when serving"
+    return text
 
 
 def run_training(trainer: DFlashTrainer, console: Console, *, resume: bool) -> bool:
