@@ -110,6 +110,7 @@ class StopOnSignal(TrainerCallback):
         self.saved_step = state.global_step  # training resumes from that checkpoint, or has nothing to keep yet
         if args.device.type != "cpu":
             self._random_modules = [torch, torch.get_device_module(args.device)]
+        self._note_random_states()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saved_step = state.global_step

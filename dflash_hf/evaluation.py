@@ -163,7 +163,8 @@ def generated_accept_len(
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
-        rows (`Iterable[Mapping]`): prepared rows; the prompt is what comes before the first supervised token.
+        rows (`Iterable[Mapping]`): prepared rows; the prompt is what comes before the first supervised token, and a
+            row without one is passed over.
         max_new_tokens (`int`): longest answer in tokens.
 
     Returns:
@@ -171,6 +172,8 @@ def generated_accept_len(
     """
     committed: list[int] = []
     for row in rows:
+        if not any(row["supervised_mask"]):
+            continue
         prompt_length = max(list(row["supervised_mask"]).index(True), 1)
         input_ids = torch.tensor([row["input_ids"][:prompt_length]], device=target.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}

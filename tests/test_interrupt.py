@@ -113,6 +113,10 @@ def test_a_signal_before_the_first_step_keeps_nothing_and_one_after_the_last_ste
     with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 0\.$"):
         trainer.train()
     assert not list((tmp_path / "out").iterdir())
+    trainer = make(tmp_path, eval_rows=rows_of(make_target(), count=2), eval_on_start=True, eval_strategy="epoch")
+    trainer.add_callback(SignalAt("on_prediction_step", 0, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 0\.$"):
+        trainer.train()
     trainer = make(tmp_path)
     trainer.add_callback(SignalAt("on_train_end", 6, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt, match="checkpoint-6 is kept"):
@@ -225,7 +229,7 @@ def child(folder: str) -> None:
         def on_substep_end(self, args, state, control, **kwargs):
             if state.global_step == 2 and os.environ.get("LOCAL_RANK", "1") == "1":
                 Path(folder, "is_waiting").touch()
-                end = time.monotonic() + 60
+                end = time.monotonic() + 300
                 while not trainer.was_interrupted and time.monotonic() < end:
                     time.sleep(0.01)
 
@@ -294,7 +298,7 @@ def test_signals_from_outside_end_real_processes_at_one_step_with_a_checkpoint(t
             if number == signal.SIGTERM:
                 processes[name].send_signal(number)
         for name, process in processes.items():
-            errors[name] = process.communicate(timeout=60)[1]
+            errors[name] = process.communicate(timeout=300)[1]
     finally:
         for process in processes.values():
             process.kill()
