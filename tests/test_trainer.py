@@ -388,6 +388,8 @@ class RecordElapsed(TrainerCallback):
         ({"cache_target_states": "gpu"}, "cache_target_states='gpu'"),
         ({"padding_side": "both"}, "padding_side='both'"),
         ({"anchors_per_sample": 0}, "anchors_per_sample=0"),
+        ({"eval_generate_prompts": -1}, "eval_generate_prompts=-1"),
+        ({"eval_generate_max_new_tokens": 0}, "eval_generate_max_new_tokens=0"),
         ({"block_attention": "fast"}, "block_attention='fast'"),
         ({"loss_decay": 0.0}, "loss_decay=0.0"),
         ({"dpace_alpha": 1.5}, "dpace_alpha=1.5"),
