@@ -33,6 +33,40 @@ class BlockLosses:
     is_correct: torch.Tensor
 
 
+def block_hidden_states(
+    model: Callable[..., Any],
+    draft: DFlashDraftModel,
+    plan: DFlashBatchPlan,
+    input_ids: torch.Tensor,
+    token_valid_mask: torch.Tensor,
+    context_hidden_states: torch.Tensor,
+    *,
+    segment_ids: torch.Tensor | None = None,
+    block_attention: str = "auto",
+) -> torch.Tensor:
+    """
+    Run the draft on the blocks of a plan.
+
+    Args are those of [`block_losses`].
+
+    Returns:
+        `torch.FloatTensor` of shape `[N, B, hidden_size]`: what the head is applied to; 0 at invalid slots.
+    """
+    rows = input_ids.shape[0]
+    block_size = draft.config.block_size
+    anchors = plan.anchor_positions.view(rows, -1)
+    positions = position_ids_of(token_valid_mask, segment_ids)
+    slots = torch.arange(block_size, device=input_ids.device)
+    slot_positions = (positions.gather(1, anchors)[..., None] + slots).flatten(1)
+    return model(
+        noise_embeds=draft.embed_blocks(input_ids.gather(1, anchors)),
+        context_hidden_states=context_hidden_states,
+        attention_mask=training_masks(draft.config, plan, token_valid_mask, segment_ids, block_attention),
+        position_ids=torch.cat([positions, slot_positions], dim=1),
+        query_valid_mask=plan.slot_valid.view(rows, -1),
+    ).last_hidden_state.view(plan.loss_mask.shape[0], block_size, -1)
+
+
 def block_losses(
     model: Callable[..., Any],
     draft: DFlashDraftModel,
@@ -75,20 +109,16 @@ def block_losses(
     Raises:
         ValueError: a term needs the target's logits, and there are none.
     """
-    rows = input_ids.shape[0]
-    block_size = draft.config.block_size
-    anchors = plan.anchor_positions.view(rows, -1)
-    positions = position_ids_of(token_valid_mask, segment_ids)
-    slots = torch.arange(block_size, device=input_ids.device)
-    slot_positions = (positions.gather(1, anchors)[..., None] + slots).flatten(1)
-    hidden_states = model(
-        noise_embeds=draft.embed_blocks(input_ids.gather(1, anchors)),
-        context_hidden_states=context_hidden_states,
-        attention_mask=training_masks(draft.config, plan, token_valid_mask, segment_ids, block_attention),
-        position_ids=torch.cat([positions, slot_positions], dim=1),
-        query_valid_mask=plan.slot_valid.view(rows, -1),
-    ).last_hidden_state.view(plan.loss_mask.shape[0], block_size, -1)
-
+    hidden_states = block_hidden_states(
+        model,
+        draft,
+        plan,
+        input_ids,
+        token_valid_mask,
+        context_hidden_states,
+        segment_ids=segment_ids,
+        block_attention=block_attention,
+    )
     supervised = plan.loss_mask
     supervised_rows = plan.sample_rows[:, None].expand_as(supervised)[supervised]
     label_positions = plan.label_positions[supervised]
@@ -114,6 +144,6 @@ def block_losses(
     if slot_weights == "dpace":
         weights = dpace_weights(scatter(losses.cross_entropy), supervised, dpace_alpha)
     else:
-        decay = None if slot_weights == "uniform" else loss_decay or default_loss_decay(block_size)
+        decay = None if slot_weights == "uniform" else loss_decay or default_loss_decay(plan.block_size)
         weights = decay_weights(supervised, decay)
     return BlockLosses(plan, scatter(losses.loss), weights, scatter(losses.is_correct))

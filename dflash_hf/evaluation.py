@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -136,6 +137,49 @@ def generate_timed(
         undrafted_passes = len(target_passes) - len(context_lengths)  # prefill, and a last token without a draft
         committed.append(len(token_ids) - undrafted_passes - sum(committed))
     return Generation(token_ids, seconds, committed)
+
+
+@contextlib.contextmanager
+def plain_forward(draft: DFlashDraftModel) -> Iterator[None]:
+    """
+    Take away, inside the context, a `forward` that a trainer has put in place of the draft's own.
+
+    Args:
+        draft ([`DFlashDraftModel`]): the draft.
+    """
+    replaced = draft.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if replaced is not None:
+            draft.__dict__["forward"] = replaced
+
+
+def generated_accept_len(
+    target: PreTrainedModel, draft: DFlashDraftModel, rows: Iterable[Mapping[str, Any]], *, max_new_tokens: int
+) -> float:
+    """
+    Acceptance length of greedy generation from the prompts of rows.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
+        rows (`Iterable[Mapping]`): prepared rows; the prompt is what comes before the first supervised token, and a
+            row without one is passed over.
+        max_new_tokens (`int`): longest answer in tokens.
+
+    Returns:
+        `float`: mean tokens a verify pass with a draft committed, over all prompts; NaN if there was none.
+    """
+    committed: list[int] = []
+    for row in rows:
+        if not any(row["supervised_mask"]):
+            continue
+        prompt_length = max(list(row["supervised_mask"]).index(True), 1)
+        input_ids = torch.tensor([row["input_ids"][:prompt_length]], device=target.device)
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        generation = generate_timed(target, inputs, draft, max_new_tokens=max_new_tokens, do_sample=False)
+        committed += generation.committed
+    return sum(committed) / len(committed) if committed else float("nan")
 
 
 def chat_inputs(

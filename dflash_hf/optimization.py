@@ -97,6 +97,8 @@ class TimeBudget(TrainerCallback, ExportableState):
         # a resumed run finds here what the checkpoint recorded, a new one its own state
         saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         self.elapsed_s = saved["attributes"]["elapsed_s"] if saved else 0.0
+        # a checkpoint of a run without a budget has no entry, and Trainer fills in only those that are there
+        state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_start = time.monotonic()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import EvalPrediction
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 from transformers.utils import logging
 
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import BlockLosses, block_losses
+from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .data import DFlashCollator, prepare_dataset
+from .evaluation import generated_accept_len, plain_forward
 from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
+from .resuming import RunRecord, check_checkpoint, last_complete_checkpoint, run_values
+from .serving_walk import accepted_at_every_anchor, serving_statistics
 from .state_cache import (
     DiskStateCache,
     MemoryStateCache,
@@ -29,6 +35,7 @@ from .state_cache import (
 )
 from .target import target_hidden_states, target_logits_function, without_peft
 from .training_args import DFlashTrainingArguments
+from .training_checks import TrainingSummary, check_target_states, summarize_training, warn_of_dtypes
 
 logger = logging.get_logger(__name__)
 
@@ -59,7 +66,9 @@ class DFlashTrainer(Trainer):
         ValueError: draft and target do not fit, no row is usable, or a row contains the mask token.
 
     Logged while training: `loss` (weighted cross-entropy) and `accept_len` on the trained blocks. Evaluation logs
-    `eval_loss`, `eval_accept_len` and `eval_slot_accuracy_k`, the same for any batch size and number of workers.
+    `eval_loss`, `eval_accept_len`, `eval_slot_accuracy_k` and `eval_serving_accept_len`, the acceptance length of a
+    walk through every answer as `generate` takes it; all are the same for any batch size and number of workers. With
+    `eval_generate_prompts`, `eval_generate_accept_len` is what `generate` reaches on so many prompts.
     """
 
     args: DFlashTrainingArguments
@@ -91,6 +100,7 @@ class DFlashTrainer(Trainer):
             "forbidden_token_id": model.config.mask_token_id,
             "tokenizer": processing_class,
         }
+        self._end_token_ids = {*self._data_kwargs["eos_token_ids"], getattr(processing_class, "eos_token_id", None)}
         if args.use_muon and "optimizer_cls_and_kwargs" not in kwargs:
             kwargs["optimizer_cls_and_kwargs"] = (
                 make_muon_with_adamw,
@@ -116,15 +126,22 @@ class DFlashTrainer(Trainer):
         self.time_budget = TimeBudget(args.max_train_minutes) if args.max_train_minutes is not None else None
         if self.time_budget is not None:
             self.add_callback(self.time_budget)
+        self._run_values = run_values(args, target, _length_of(self.train_dataset))
+        self.add_callback(RunRecord(**self._run_values))
+        self._stop_on_signal = StopOnSignal(self._any_rank if self.accelerator.num_processes > 1 else None)
+        self.add_callback(self._stop_on_signal)
+        self.add_callback(AcceptanceWatch(self.time_budget))
         if getattr(target, "hf_device_map", None) is None and target.device != args.device:
             nn.Module.to(target, args.device)
         # Losses that compare with the target's logits make them from its final state.
         self._needs_final_state = args.loss_terms.needs_target_logits
+        self._context_width = len(model.config.target_layer_ids or []) * model.config.hidden_size
         self._compute_target_logits = (
             target_logits_function(target, model.compute_logits) if self._needs_final_state else None
         )
         self._state_cache: StateCache = MemoryStateCache()
         self._train_statistics: torch.Tensor | None = None
+        self._states_are_checked = False
 
     def _prepared(self, dataset: Any, description: str) -> Any:
         """Tokenised rows; several named evaluation sets stay a dict, what is prepared already is left alone."""
@@ -180,7 +197,62 @@ class DFlashTrainer(Trainer):
             show_progress=not self.args.disable_tqdm,
         )
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def was_interrupted(self) -> bool:
+        """`bool`: the last `train()` was ended by Ctrl-C or SIGTERM."""
+        return self._stop_on_signal.was_interrupted
+
+    def _any_rank(self, answer: bool) -> bool:
+        return bool(self.accelerator.gather(torch.tensor([answer], device=self.args.device)).any())
+
+    def summary(self) -> TrainingSummary:
+        """
+        What is about to be trained, from what and for how long; `train()` shows it before the first step.
+
+        Returns:
+            [`TrainingSummary`]
+        """
+        tokenizer = self.processing_class if isinstance(self.processing_class, PreTrainedTokenizerBase) else None
+        return summarize_training(self.args, self.draft, self.target, self.train_dataset, tokenizer)
+
+    def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The folder, checked; `True` means the last complete one."""
+        if resume_from_checkpoint is None or resume_from_checkpoint is False:
+            return None
+        folder = resume_from_checkpoint
+        if isinstance(folder, bool):
+            last = last_complete_checkpoint(str(self.args.output_dir))
+            if last is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True needs a complete checkpoint, and {self.args.output_dir} has none. "
+                    "Train without it, or set output_dir to the folder of the earlier run."
+                )
+            folder = last
+        check_checkpoint(folder, self.draft.config, self._run_values)
+        return folder
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """
+        Keeps Trainer's contract.
+
+        Ctrl-C and SIGTERM end training after the running micro-batch with a checkpoint of the last optimizer step,
+        from which `train(resume_from_checkpoint=True)` continues as if nothing had happened; a further Ctrl-C ends at
+        once. A handler of your own for one of these signals (or that of `enable_jit_checkpoint`) stays in charge.
+
+        Raises:
+            ValueError: the checkpoint is incomplete, or of another draft, target or optimizer.
+            KeyboardInterrupt: after Ctrl-C, when the checkpoint is there: what follows in a script does not run.
+            SystemExit: after SIGTERM, likewise, with exit code 143.
+        """
+        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        if self.is_world_process_zero():
+            logger.warning_advice(str(self.summary()))
+            warn_of_dtypes(self.args, self.draft, self.target)
         if self.args.cache_target_states is not None:
             self.cache_states(self.train_dataset)
             eval_sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
@@ -188,9 +260,36 @@ class DFlashTrainer(Trainer):
                 if eval_set is not None:
                     self.cache_states(eval_set, "evaluation")
         try:
-            return super().train(*args, **kwargs)
+            with self._stop_on_signal.watched():
+                try:
+                    result = super().train(checkpoint, trial, ignore_keys_for_eval)
+                    interrupted = self._stop_on_signal.agreed()  # a signal after the last step counts, too
+                except TrainingInterruptedError:
+                    interrupted = True
+                    self._stop_on_signal.restore_random_states()
+                if interrupted:
+                    raise self._stop_on_signal.exception(self._keep_interrupted(trial, checkpoint))
+            return result
         finally:
             self._restore_forward()
+
+    def _keep_interrupted(self, trial: Any, checkpoint: str | None) -> str:
+        """Save the last optimizer step unless a checkpoint has it, close the loop as Trainer does, and say so."""
+        step = self.state.global_step
+        if step != self._stop_on_signal.saved_step:
+            checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{step}")
+            self._save_checkpoint(self.model_wrapped, trial)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        if self.is_in_train:
+            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self._finish_current_push()
+            self.is_in_train = False
+        message = f"Training was interrupted at step {step}"
+        if checkpoint is not None:
+            message += f": {checkpoint} is kept, and trainer.train(resume_from_checkpoint=True) continues it"
+        if self.is_world_process_zero():
+            logger.warning(f"{message}.")
+        return f"{message}."
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Keeps Trainer's contract; raw rows are taken too."""
@@ -200,6 +299,28 @@ class DFlashTrainer(Trainer):
         if not self.is_in_train:
             self._restore_forward()
         return metrics
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Keeps Trainer's contract; adds what `generate` itself reaches on the first rows, if asked for."""
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+        )
+        if self.args.eval_generate_prompts > 0 and output.metrics is not None:
+            with plain_forward(self.draft):  # as users have it: Trainer's own returns fp32 whatever the target takes
+                output.metrics[f"{metric_key_prefix}_generate_accept_len"] = generated_accept_len(
+                    self.target,
+                    self.draft,
+                    itertools.islice(dataloader.dataset, self.args.eval_generate_prompts),
+                    max_new_tokens=self.args.eval_generate_max_new_tokens,
+                )
+        return output
 
     def _restore_forward(self) -> None:
         """accelerate makes `forward` return fp32; the draft that is handed back must fit a target of any dtype."""
@@ -220,26 +341,39 @@ class DFlashTrainer(Trainer):
             partial_windows=True,
         )
 
-    def _block_losses(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], optimizer_step: int) -> BlockLosses:
+    def _forward_of(self, model: nn.Module) -> Callable[..., Any]:
+        """The model's forward as Trainer would run it: with autocast."""
+
         def forward(**kwargs: Any) -> Any:
             with self.accelerator.autocast():
                 return model(**kwargs)
 
-        config = self.draft.config
-        context_width = len(config.target_layer_ids or []) * config.hidden_size
-        states = self._states(inputs["input_ids"], inputs["token_valid_mask"])
+        return forward
+
+    def _block_losses(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        optimizer_step: int,
+        states: torch.Tensor | None = None,
+    ) -> BlockLosses:
+        if states is None:
+            states = self._states(inputs["input_ids"], inputs["token_valid_mask"])
+        if not self._states_are_checked:
+            check_target_states(states, self.draft.config, self.target)
+            self._states_are_checked = True
         return block_losses(
-            forward,
+            self._forward_of(model),
             self.draft,
             self._plan(inputs, optimizer_step),
             inputs["input_ids"],
             inputs["token_valid_mask"],
-            states[..., :context_width],
+            states[..., : self._context_width],
             slot_weights=self.args.slot_weights,
             loss_decay=self.args.loss_decay,
             dpace_alpha=self.args.dpace_alpha,
             terms=self.args.loss_terms,
-            final_hidden_states=states[..., context_width:] if self._needs_final_state else None,
+            final_hidden_states=states[..., self._context_width :] if self._needs_final_state else None,
             compute_target_logits=self._compute_target_logits,
             head_chunk_size=self.args.head_chunk_size,
             block_attention=self.args.block_attention,
@@ -298,15 +432,46 @@ class DFlashTrainer(Trainer):
         """Keeps Trainer's contract (loss, predictions, labels): predictions are sums and counts of each row."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
-            losses = self._block_losses(model, inputs, EVAL_PLAN_STEP)
-        return None, _statistics(losses, len(inputs["input_ids"])), inputs["sample_ids"]
+            states = self._states(inputs["input_ids"], inputs["token_valid_mask"])
+            losses = self._block_losses(model, inputs, EVAL_PLAN_STEP, states)
+            statistics = _statistics(losses, len(inputs["input_ids"]))
+            if self.args.eval_serving:
+                walk = self._serving_statistics(model, inputs, states)
+                statistics = torch.cat([statistics, walk.to(statistics)], dim=-1)
+        return None, statistics, inputs["sample_ids"]
+
+    def _serving_statistics(
+        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], states: torch.Tensor
+    ) -> torch.Tensor:
+        def largest_of_all_ranks(count: int) -> int:
+            return int(self.accelerator.gather(torch.tensor([count], device=states.device)).max())
+
+        tensors = {name: inputs[name] for name in ("input_ids", "token_valid_mask", "supervised_mask")}
+        segment_ids = inputs.get("segment_ids")
+        accepted = accepted_at_every_anchor(
+            self._forward_of(model),
+            self.draft,
+            **tensors,
+            context_hidden_states=states[..., : self._context_width],
+            blocks_per_pass=self.args.anchors_per_sample,
+            segment_ids=segment_ids,
+            head_chunk_size=self.args.head_chunk_size,
+            block_attention=self.args.block_attention,
+            agree_on=largest_of_all_ranks if self.accelerator.num_processes > 1 else int,
+        )
+        return serving_statistics(accepted, **tensors, end_token_ids=self._end_token_ids, segment_ids=segment_ids)
 
     def _evaluation_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         statistics = torch.as_tensor(prediction.predictions)
+        statistics, walk = statistics.tensor_split([2 + 2 * self.draft.config.block_size], dim=-1)
         denominator = None
         if self.args.slot_weights == "dpace":
             denominator = float(statistics[:, 4:].chunk(2, dim=-1)[1].sum())
-        return summarize(statistics, denominator)
+        metrics = summarize(statistics, denominator)
+        if self.args.eval_serving:
+            committed, passes = walk.sum(0).tolist()
+            metrics["serving_accept_len"] = committed / passes if passes else float("nan")
+        return metrics
 
     # ---- schedule ----
 
@@ -324,6 +489,10 @@ class DFlashTrainer(Trainer):
             lambda _: schedule_factor(max(budget.progress, 1e-3), warmup, shape),
         )
         return self.lr_scheduler
+
+
+def _length_of(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def _statistics(losses: BlockLosses, rows: int) -> torch.Tensor:

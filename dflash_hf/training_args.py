@@ -94,6 +94,23 @@ class DFlashTrainingArguments(TrainingArguments):
             "'auto' is 'flex' on CUDA, else 'structured'."
         },
     )
+    eval_serving: bool = field(
+        default=True,
+        metadata={
+            "help": "Evaluation also walks every answer as generate would: eval_serving_accept_len. It costs a block "
+            "at each token of the answers, next to the anchors_per_sample blocks a row of the other metrics."
+        },
+    )
+    eval_generate_prompts: int = field(
+        default=0,
+        metadata={
+            "help": "Evaluation also lets the target answer the prompts of so many rows, greedily and with the draft: "
+            "eval_generate_accept_len."
+        },
+    )
+    eval_generate_max_new_tokens: int = field(
+        default=128, metadata={"help": "Longest answer of eval_generate_prompts, in tokens."}
+    )
     max_train_minutes: float | None = field(
         default=None,
         metadata={"help": "Stop after this many minutes of optimizer steps; the schedule then follows the clock."},
@@ -108,7 +125,14 @@ class DFlashTrainingArguments(TrainingArguments):
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}.")
-        for name, minimum in (("anchors_per_sample", 1), ("max_length", 2), ("head_chunk_size", 1), ("kl_top_k", 1)):
+        for name, minimum in (
+            ("anchors_per_sample", 1),
+            ("max_length", 2),
+            ("head_chunk_size", 1),
+            ("kl_top_k", 1),
+            ("eval_generate_prompts", 0),
+            ("eval_generate_max_new_tokens", 1),
+        ):
             if getattr(self, name) is not None and getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}.")
         for name in ("loss_decay", "max_train_minutes", "kl_temperature"):

@@ -232,3 +232,24 @@ def accepted(correct: list[bool], supervised: list[bool]) -> int:
             break
         count += 1
     return count
+
+
+def serve(tokens: list[int], first: int, last: int, proposals: list[list[int]], ends: set[int]) -> list[int]:
+    """Tokens each pass with a draft commits while the answer `tokens[first … last]` is written."""
+    passes = []
+    written = [tokens[first]]  # the prefill's
+    while len(written) < last - first + 1:
+        missing = last - first + 1 - len(written)
+        if missing == 1 and tokens[last] not in ends:
+            written.append(tokens[last])  # a plain step: the budget leaves no room for a draft
+            continue
+        before = len(written)
+        for proposal in proposals[first + before - 1]:
+            if len(written) < last - first + 1 and proposal == tokens[first + len(written)]:
+                written.append(proposal)
+            else:
+                break
+        if len(written) < last - first + 1:
+            written.append(tokens[first + len(written)])  # the bonus token
+        passes.append(len(written) - before)
+    return passes

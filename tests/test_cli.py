@@ -117,7 +117,9 @@ def test_ctrl_c_keeps_a_checkpoint_that_training_continues_from(target, tmp_path
     assert not run_training(trainer, console, resume=True)
     assert trainer.state.global_step == 3
     assert (tmp_path / "checkpoint-3" / "model.safetensors").is_file()
-    assert "checkpoint of step 3 kept" in console.file.getvalue()
+    assert trainer.was_interrupted
+    assert "interrupted at step 3" in console.file.getvalue()
+    assert "checkpoint-3 is kept" in console.file.getvalue()
     assert signal.getsignal(signal.SIGINT) is before
     trainer = make()
     assert run_training(trainer, console, resume=True)

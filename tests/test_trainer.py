@@ -294,7 +294,12 @@ def test_evaluation_is_the_same_for_any_batch_size_and_every_time(target, tmp_pa
         for _ in range(2):
             metrics = trainer.evaluate()
             results.append({name: value for name, value in metrics.items() if "loss" in name or "acc" in name})
-    assert set(results[0]) == {"eval_loss", "eval_accept_len", *(f"eval_slot_accuracy_{slot}" for slot in (1, 2, 3))}
+    assert set(results[0]) == {
+        "eval_loss",
+        "eval_accept_len",
+        "eval_serving_accept_len",
+        *(f"eval_slot_accuracy_{slot}" for slot in (1, 2, 3)),
+    }
     for result in results[1:]:
         assert result == pytest.approx(results[0], rel=1e-5)
 
@@ -413,6 +418,8 @@ class RecordElapsed(TrainerCallback):
         ({"state_cache_dir": "here"}, "state_cache_dir='here'"),
         ({"padding_side": "both"}, "padding_side='both'"),
         ({"anchors_per_sample": 0}, "anchors_per_sample=0"),
+        ({"eval_generate_prompts": -1}, "eval_generate_prompts=-1"),
+        ({"eval_generate_max_new_tokens": 0}, "eval_generate_max_new_tokens=0"),
         ({"block_attention": "fast"}, "block_attention='fast'"),
         ({"loss_decay": 0.0}, "loss_decay=0.0"),
         ({"dpace_alpha": 1.5}, "dpace_alpha=1.5"),

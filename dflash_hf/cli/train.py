@@ -17,7 +17,7 @@ from ..modeling_dflash import DFlashDraftModel
 from ..trainer import DFlashTrainer
 from ..training_args import DFlashTrainingArguments
 from .loading import load_target
-from .training_run import run_training
+from .training_run import describe_acceptance, run_training
 
 
 @dataclass
@@ -154,9 +154,9 @@ def train(context: typer.Context) -> None:
     trainer = DFlashTrainer(
         model=draft, target=target, args=args, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer
     )
-    if run_training(trainer, console, resume=pair.resume):
-        trainer.save_model()
-        console.print(f"Draft saved in {args.output_dir}.")
-        if eval_rows is not None:
-            metrics = trainer.evaluate()
-            console.print(f"Held-out rows: acceptance length {metrics['eval_accept_len']:.2f} a block.")
+    if not run_training(trainer, console, resume=pair.resume):
+        raise typer.Exit(130)
+    trainer.save_model()
+    console.print(f"Draft saved in {args.output_dir}.")
+    if eval_rows is not None:
+        console.print(f"Held-out rows: {describe_acceptance(trainer.evaluate())}.")

@@ -1,17 +1,15 @@
-"""Run a trainer in a terminal: live progress, and an interrupt that keeps what was learned."""
+"""Run a trainer in a terminal, with live progress."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
+from ..resuming import last_complete_checkpoint
 from ..trainer import DFlashTrainer
 
 
@@ -54,36 +52,19 @@ class LiveProgress(TrainerCallback):
             self.progress.update(self.task, loss=f"{logs['loss']:.3f}", accept_len=f"{logs['accept_len']:.2f}")
         if "eval_accept_len" in logs:
             self.progress.console.print(
-                f"step {state.global_step}: held-out loss {logs['eval_loss']:.3f}, "
-                f"acceptance length {logs['eval_accept_len']:.2f}"
+                f"step {state.global_step}: held-out loss {logs['eval_loss']:.3f}, {describe_acceptance(logs)}"
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.progress.stop()
 
 
-class StopOnInterrupt(TrainerCallback):
-    """Ctrl-C ends training after the current step, with a checkpoint to resume from; a second one ends at once."""
-
-    def __init__(self) -> None:
-        self.was_interrupted = False
-        self._previous: Any = None
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.was_interrupted:
-            raise KeyboardInterrupt
-        self.was_interrupted = True
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._previous = signal.signal(signal.SIGINT, self._handle)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.was_interrupted:
-            control.should_save = True
-            control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+def describe_acceptance(metrics: dict[str, Any]) -> str:
+    """The acceptance length of an evaluation, a block and, where it was asked for, when serving."""
+    text = f"acceptance length {metrics['eval_accept_len']:.2f} a block"
+    if "eval_serving_accept_len" in metrics:
+        text += f", {metrics['eval_serving_accept_len']:.2f} when serving"
+    return text
 
 
 def run_training(trainer: DFlashTrainer, console: Console, *, resume: bool) -> bool:
@@ -96,21 +77,23 @@ def run_training(trainer: DFlashTrainer, console: Console, *, resume: bool) -> b
         resume (`bool`): continue from the last checkpoint if there is one.
 
     Returns:
-        `bool`: False if it was interrupted; the output folder then has a checkpoint of the last step.
+        `bool`: False after Ctrl-C; the output folder then has a checkpoint of the last step.
     """
     output_dir = Path(str(trainer.args.output_dir))
-    checkpoint = get_last_checkpoint(str(output_dir)) if resume and output_dir.is_dir() else None
+    checkpoint = last_complete_checkpoint(output_dir) if resume else None
     if checkpoint is not None:
         console.print(f"Resuming from {checkpoint}")
-    interrupt = StopOnInterrupt()
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(LiveProgress(console, trainer))
-    trainer.add_callback(interrupt)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    if interrupt.was_interrupted:
-        console.print(f"Interrupted: checkpoint of step {trainer.state.global_step} kept in {output_dir}.")
+    live = LiveProgress(console, trainer)
+    trainer.add_callback(live)
+    try:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt as interrupt:
+        console.print(str(interrupt) or "Interrupted before the first step.", soft_wrap=True)
         return False
+    finally:
+        live.progress.stop()
     console.print(
         f"Step {trainer.state.global_step} reached after {result.metrics['train_runtime']:.0f} s of training."
     )

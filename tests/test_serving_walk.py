@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import reference
+import torch
+from conftest import make_target
+from test_trainer import make_trainer, rows_of
+
+from dflash_hf.data import DFlashCollator
+from dflash_hf.evaluation import generate_timed
+from dflash_hf.serving_walk import accepted_at_every_anchor, serving_statistics, walk_row
+from dflash_hf.target import target_hidden_states
+
+
+def test_the_walk_commits_what_a_loop_over_written_tokens_commits():
+    """Random answers, several a row, of every length from 1, with and without an end token."""
+    draw = random.Random(0)
+    for _ in range(300):
+        tokens = [draw.randrange(3) for _ in range(draw.randrange(2, 40))]
+        supervised = [draw.random() < 0.8 for _ in tokens]
+        proposals = [[draw.randrange(3) for _ in range(3)] for _ in tokens]
+        ends = {2} if draw.random() < 0.5 else set()
+        accepted, expected = [], []
+        for anchor in range(len(tokens)):
+            following = tokens[anchor + 1 : anchor + 4]
+            right = [a == b for a, b in zip(proposals[anchor], following, strict=False)]
+            accepted.append((*right, False).index(False))
+        start = None
+        for position, is_answer in enumerate([*supervised, False]):
+            if is_answer and start is None:
+                start = max(position, 1)
+            elif not is_answer and start is not None:
+                expected += reference.serve(tokens, start, position - 1, proposals, ends) if start < position else []
+                start = None
+        assert walk_row(accepted, tokens, supervised, end_token_ids=ends) == expected
+
+
+def test_documents_of_a_packed_row_are_walked_like_rows_of_their_own():
+    draw = random.Random(1)
+    rows = []
+    for length in (5, 1, 9):
+        ids = [draw.randrange(3) for _ in range(length)]
+        rows.append(([draw.randrange(3) for _ in ids], ids, [index % 4 > 0 or length == 5 for index in range(length)]))
+    packed = [list(itertools.chain(*columns)) for columns in zip(*rows, strict=True)]
+    documents = [0] * 5 + [1] + [2] * 9
+    separate = list(itertools.chain(*(walk_row(*row, end_token_ids={2}) for row in rows)))
+    assert walk_row(*packed, end_token_ids={2}, documents=documents) == separate
+
+
+def batch_of(target, rows, side: str = "right") -> dict[str, torch.Tensor]:
+    prepared = [
+        {"input_ids": row["input_ids"], "supervised_mask": [bool(value) for value in row["loss_mask"]], "sample_id": 0}
+        for row in rows
+    ]
+    batch = DFlashCollator(padding_side=side)(prepared)
+    del batch["sample_ids"]
+    return batch
+
+
+def accepted_of(target, draft, batch, **kwargs) -> torch.Tensor:
+    states = target_hidden_states(target, batch["input_ids"], batch["token_valid_mask"], draft.config.target_layer_ids)
+    return accepted_at_every_anchor(draft, draft, **batch, context_hidden_states=states, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def half_trained(tmp_path_factory):
+    """A target, answers it wrote, and a draft that gets some of their tokens right."""
+    target = make_target()
+    rows = rows_of(target, count=4)
+    trainer = make_trainer(
+        target, tmp_path_factory.mktemp("walk"), rows=rows, max_steps=45, use_muon=True, anchors_per_sample=16
+    )
+    trainer.train()
+    return target, trainer.draft.eval(), rows
+
+
+@torch.no_grad()
+def test_every_anchor_is_drafted_as_a_serving_call_drafts_it(half_trained):
+    target, draft, rows = half_trained
+    rows = [*rows[:2], {"input_ids": [5, 9], "loss_mask": [0, 1]}]
+    batch = batch_of(target, rows)
+    accepted = accepted_of(target, draft, batch, blocks_per_pass=64)
+    expected = torch.zeros_like(accepted)
+    for index, row in enumerate(rows):
+        ids, mask = torch.tensor([row["input_ids"]]), row["loss_mask"]
+        states = target_hidden_states(target, ids, ids >= 0, draft.config.target_layer_ids)
+        for anchor in range(len(mask) - 1):
+            if mask[anchor + 1]:
+                block = draft(
+                    noise_embeds=draft.embed_blocks(ids[:, [anchor]]), context_hidden_states=states[:, :anchor]
+                )
+                guesses = draft.compute_logits(block.last_hidden_state)[0].argmax(-1).tolist()
+                right = [
+                    guess == label for guess, label in zip(guesses[1:], row["input_ids"][anchor + 1 :], strict=False)
+                ]
+                expected[index, anchor] = (*right, False).index(False)
+    assert torch.equal(accepted, expected)
+    assert set(accepted.unique().tolist()) == {0, 1, 2, 3}
+
+
+def test_passes_padding_and_chunks_do_not_change_the_walk(half_trained):
+    target, draft, rows = half_trained
+    expected = accepted_of(target, draft, batch_of(target, rows), blocks_per_pass=64)
+    for blocks, chunk in ((1, 256), (7, 2)):
+        batch = batch_of(target, rows)
+        assert torch.equal(accepted_of(target, draft, batch, blocks_per_pass=blocks, head_chunk_size=chunk), expected)
+    calls = []
+
+    def counted(**kwargs):
+        calls.append(kwargs["noise_embeds"].shape)
+        return draft(**kwargs)
+
+    batch, left = batch_of(target, rows), batch_of(target, rows, "left")
+    states = target_hidden_states(target, left["input_ids"], left["token_valid_mask"], draft.config.target_layer_ids)
+    accepted = accepted_at_every_anchor(
+        counted, draft, **left, context_hidden_states=states, blocks_per_pass=16, agree_on=lambda count: count + 3
+    )
+    assert len(calls) == 2 + 3  # thirty answers' tokens in two passes, and three more that another rank needed
+    assert torch.equal(accepted[left["token_valid_mask"]], expected[batch["token_valid_mask"]])
+
+
+def test_the_walk_equals_native_generation_pass_by_pass(half_trained):
+    """Answers that the length limit cut, of several lengths, and answers that an end token ended."""
+    target, draft, rows = half_trained
+    seen = set()
+    for row in rows:
+        prompt = row["input_ids"][: row["loss_mask"].index(1)]
+        for new_tokens, ends in ((30, []), (23, []), (22, []), (2, []), (1, []), (30, row["input_ids"][-9:-7])):
+            kwargs = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+            if ends:
+                kwargs["eos_token_id"] = ends
+            inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt)).long()}
+            generation = generate_timed(target, inputs, draft, **kwargs)
+            ids = prompt + generation.token_ids
+            assert bool(ends) == (ids[-1] in ends)
+            answer = {"input_ids": ids, "loss_mask": [0] * len(prompt) + [1] * len(generation.token_ids)}
+            batch = batch_of(target, [answer])
+            accepted = accepted_of(target, draft, batch, blocks_per_pass=8)
+            walk = walk_row(accepted[0].tolist(), ids, batch["supervised_mask"][0].tolist(), end_token_ids=ends)
+            assert walk == generation.committed
+            totals = serving_statistics(accepted, **batch, end_token_ids=ends)
+            assert totals.tolist() == [[sum(walk), len(walk)]]
+            seen.update(walk)
+    assert seen == {1, 2, 3, 4}
+
+
+def test_evaluation_reports_the_acceptance_length_that_generate_reaches(half_trained, tmp_path):
+    target, draft, rows = half_trained
+    trainer = make_trainer(target, tmp_path, draft=draft, rows=rows, eval_rows=rows, per_device_eval_batch_size=3)
+    committed = []
+    for row in rows:
+        prompt = torch.tensor([row["input_ids"][: row["loss_mask"].index(1)]])
+        generation = generate_timed(
+            target,
+            {"input_ids": prompt},
+            draft,
+            max_new_tokens=30,
+            do_sample=False,
+            suppress_tokens=[96],
+            pad_token_id=0,
+        )
+        assert generation.token_ids == row["input_ids"][prompt.shape[1] :]
+        committed += generation.committed
+    metrics = trainer.evaluate()
+    assert metrics["eval_serving_accept_len"] == pytest.approx(sum(committed) / len(committed), rel=1e-12)
+    assert metrics["eval_serving_accept_len"] != metrics["eval_accept_len"]
+    quick = make_trainer(target, tmp_path, draft=draft, rows=rows, eval_rows=rows, eval_serving=False)
+    assert "eval_serving_accept_len" not in quick.evaluate()
