@@ -15,11 +15,12 @@ from transformers.utils import logging
 
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import BlockLosses, block_losses
-from .data import DFlashCollator, prepare_dataset
+from .data import PREPARED_COLUMNS, DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
 from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
+from .packing import documents_of, states_of_packed_rows
 from .target import target_hidden_states
 from .training_args import DFlashTrainingArguments
 
@@ -40,15 +41,20 @@ class DFlashTrainer(Trainer):
             was spread with `device_map`; never trained, never saved.
         args ([`DFlashTrainingArguments`]):
             Training arguments.
-        train_dataset, eval_dataset (`datasets.Dataset` or a sequence of rows, *optional*):
-            Rows of `messages`, of `prompt` and `completion`, or of `input_ids` (with `loss_mask`).
+        train_dataset, eval_dataset (`datasets.Dataset`, `datasets.IterableDataset` or a sequence of rows, *optional*):
+            Rows of `messages`, of `prompt` and `completion`, or of `input_ids` (with `loss_mask`). A stream
+            (`IterableDataset`) is tokenised while it is read, needs `max_steps` and is repeated until then; give
+            `shuffle` a seed. A resumed run reads again what it has trained on. In several processes the last batch of
+            an evaluation stream is filled up with rows that count twice.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; not needed for rows of `input_ids`.
         **kwargs:
             As in [`~transformers.Trainer`].
 
     Raises:
-        ValueError: draft and target do not fit, no row is usable, or a row contains the mask token.
+        ValueError: draft and target do not fit, no row is usable, a row contains the mask token or a token outside
+            the target's embedding, or the target states of a stream are to be cached.
+        TypeError: a data set is of a kind that cannot be used.
 
     Logged while training: `loss` (weighted cross-entropy) and `accept_len` on the trained blocks. Evaluation logs
     `eval_loss`, `eval_accept_len` and `eval_slot_accuracy_k`, the same for any batch size and number of workers.
@@ -63,8 +69,8 @@ class DFlashTrainer(Trainer):
         model: DFlashDraftModel,
         target: PreTrainedModel | str,
         args: DFlashTrainingArguments,
-        train_dataset: datasets.Dataset | Sequence[Mapping[str, Any]] | None = None,
-        eval_dataset: datasets.Dataset | Sequence[Mapping[str, Any]] | None = None,
+        train_dataset: datasets.Dataset | datasets.IterableDataset | Sequence[Mapping[str, Any]] | None = None,
+        eval_dataset: datasets.Dataset | datasets.IterableDataset | Sequence[Mapping[str, Any]] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
@@ -80,6 +86,7 @@ class DFlashTrainer(Trainer):
             "eos_token_ids": eos if isinstance(eos, list) else [eos] if eos is not None else [],
             "chat_template_kwargs": model.config.chat_template_kwargs,
             "forbidden_token_id": model.config.mask_token_id,
+            "num_embeddings": model.config.vocab_size,
             "tokenizer": processing_class,
         }
         if args.use_muon and "optimizer_cls_and_kwargs" not in kwargs:
@@ -98,8 +105,8 @@ class DFlashTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            train_dataset=self._prepared(train_dataset, "train"),
-            eval_dataset=self._prepared(eval_dataset, "evaluation"),
+            train_dataset=self._prepared(train_dataset, "train", args, is_training=True),
+            eval_dataset=self._prepared(eval_dataset, "evaluation", args),
             processing_class=processing_class,
             **kwargs,
         )
@@ -112,13 +119,41 @@ class DFlashTrainer(Trainer):
         self._state_cache: dict[bytes, torch.Tensor] = {}
         self._train_statistics: torch.Tensor | None = None
 
-    def _prepared(self, dataset: Any, description: str) -> Any:
+    def _prepared(
+        self, dataset: Any, description: str, args: DFlashTrainingArguments, is_training: bool = False
+    ) -> Any:
         """Tokenised rows; several named evaluation sets stay a dict, what is prepared already is left alone."""
-        if isinstance(dataset, dict):
-            return {name: self._prepared(part, f"{description} ({name})") for name, part in dataset.items()}
-        if dataset is None or "supervised_mask" in (getattr(dataset, "column_names", None) or ()):
-            return dataset
-        return prepare_dataset(dataset, **self._data_kwargs, description=description)
+        if isinstance(dataset, dict) and not is_training:
+            return {name: self._prepared(part, f"{description} ({name})", args) for name, part in dataset.items()}
+        kwargs: dict[str, Any] = {"description": description, "is_quiet": not args.should_log}
+        if isinstance(dataset, PreparedStream):
+            return dataset.with_repetition(is_training)
+        if isinstance(dataset, datasets.IterableDataset):
+            if args.cache_target_states is not None:
+                raise ValueError(
+                    f"cache_target_states={args.cache_target_states!r} and the {description} set is a stream: states "
+                    "are cached before training, and a stream is read while training. Leave cache_target_states unset."
+                )
+            is_packed = is_training and args.packing
+            return PreparedStream(dataset, **self._data_kwargs, **kwargs, is_packed=is_packed, is_repeated=is_training)
+        if isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
+            raise TypeError(
+                f"The {description} set is a {type(dataset).__name__}: it must be one datasets.Dataset or "
+                "datasets.IterableDataset, or a sequence of rows. Choose a split of a DatasetDict; make a stream with "
+                "datasets.IterableDataset.from_generator."
+            )
+        if dataset is None:
+            return None
+        with args.main_process_first(desc=f"preparing the {description} set"):
+            if "supervised_mask" not in (getattr(dataset, "column_names", None) or ()):
+                dataset = prepare_dataset(dataset, **self._data_kwargs, **kwargs)
+            if is_training and args.packing and "segment_ids" not in dataset.column_names:
+                dataset = pack_dataset(dataset, args.max_length, **kwargs)
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps Trainer's contract (columns that `remove_unused_columns=True` leaves): those of the collator."""
+        self._signature_columns: Any = list(PREPARED_COLUMNS)
 
     # ---- target states ----
 
@@ -179,11 +214,11 @@ class DFlashTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.cache_target_states == "memory":
-            self.cache_states(self.train_dataset)
+            self.cache_states(documents_of(self.train_dataset))
             eval_sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
             for eval_set in eval_sets.values():
                 if eval_set is not None:
-                    self.cache_states(eval_set, "evaluation")
+                    self.cache_states(documents_of(eval_set), "evaluation")
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -192,7 +227,7 @@ class DFlashTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Keeps Trainer's contract; raw rows are taken too."""
         if not isinstance(eval_dataset, str):  # a name of one of several evaluation sets
-            eval_dataset = self._prepared(eval_dataset, "evaluation")
+            eval_dataset = self._prepared(eval_dataset, "evaluation", self.args)
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if not self.is_in_train:
             self._restore_forward()
@@ -209,12 +244,21 @@ class DFlashTrainer(Trainer):
             inputs["token_valid_mask"],
             inputs["sample_ids"],
             supervised_mask=inputs["supervised_mask"],
+            segment_ids=inputs.get("segment_ids"),
             anchors_per_sample=self.args.anchors_per_sample,
             gamma=self.draft.config.block_size - 1,
             optimizer_step=optimizer_step,
             seed=self.args.seed,
             replacement=False,
             partial_windows=True,
+        )
+
+    def _context(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Target states of the batch's rows; of packed rows, those of each document by itself."""
+        if "segment_ids" not in inputs:
+            return self._states(inputs["input_ids"], inputs["token_valid_mask"])
+        return states_of_packed_rows(
+            self._states, inputs["input_ids"], inputs["token_valid_mask"], inputs["segment_ids"]
         )
 
     def _block_losses(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], optimizer_step: int) -> BlockLosses:
@@ -228,7 +272,8 @@ class DFlashTrainer(Trainer):
             self._plan(inputs, optimizer_step),
             inputs["input_ids"],
             inputs["token_valid_mask"],
-            self._states(inputs["input_ids"], inputs["token_valid_mask"]),
+            self._context(inputs),
+            segment_ids=inputs.get("segment_ids"),
             slot_weights=self.args.slot_weights,
             loss_decay=self.args.loss_decay,
             dpace_alpha=self.args.dpace_alpha,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -31,9 +32,22 @@ class DFlashTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Keep data columns that the draft's forward does not name."}
     )
     anchors_per_sample: int = field(
-        default=64, metadata={"help": "Blocks trained in each row and step. Rows with fewer windows use all of them."}
+        default=64,
+        metadata={
+            "help": "Blocks trained in each row and step. Rows with fewer windows use all of them. With `packing`, of "
+            "each packed row: multiply by the documents it holds."
+        },
     )
     max_length: int = field(default=2048, metadata={"help": "Longest row in tokens; longer rows are cut."})
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Pack several whole documents into each training row of at most `max_length` tokens. Blocks, "
+            "context and positions stay in one document, so the same anchors give the same loss as in unpacked rows; "
+            "only the padding goes. `anchors_per_sample` and the batch size then count packed rows. Evaluation sets "
+            "are not packed."
+        },
+    )
     padding_side: str = field(default="right", metadata={"help": "'right' or 'left'; the result is the same."})
     slot_weights: str = field(
         default="decay",
@@ -107,3 +121,7 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.bf16 and not torch.accelerator.is_available():
             self.use_cpu = True  # bf16 autocast works on a CPU, and Trainer wants to be told
         super().__post_init__()
+        loading: Any = self.accelerator_config  # an AcceleratorConfig by now
+        if loading.dispatch_batches is None:
+            # accelerate's own choice for streams joins the batches of several processes, which must be equally long
+            loading.dispatch_batches = False

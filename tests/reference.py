@@ -232,3 +232,22 @@ def accepted(correct: list[bool], supervised: list[bool]) -> int:
             break
         count += 1
     return count
+
+
+def best_fit_rows(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Each document, longest first, into the row with the least room that is enough; of equals, the first to be so."""
+    rows: list[dict] = []
+    for clock, document in enumerate(sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))):
+        best = None
+        for row in rows:
+            if row["space"] >= lengths[document] and (
+                best is None or (row["space"], row["since"]) < (best["space"], best["since"])
+            ):
+                best = row
+        if best is None:
+            best = {"space": capacity, "documents": []}
+            rows.append(best)
+        best["documents"].append(document)
+        best["space"] -= lengths[document]
+        best["since"] = clock
+    return sorted(sorted(row["documents"]) for row in rows)
