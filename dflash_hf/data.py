@@ -314,7 +314,9 @@ def prepare_dataset(
         ValueError: no row is left, or a row breaks a rule of [`prepare_row`].
     """
     if not isinstance(dataset, datasets.Dataset):
-        dataset = datasets.Dataset.from_list([dict(row) for row in dataset])
+        rows = list(dataset)
+        columns = dict.fromkeys(name for row in rows for name in row)  # `from_list` takes those of the first row
+        dataset = datasets.Dataset.from_list([{name: row.get(name) for name in columns} for row in rows])
     counts = _RowCounts(description, max_length)
     if not len(dataset):
         raise counts.no_usable_row()
