@@ -12,6 +12,7 @@ from conftest import make_target
 from test_trainer import StopAt, make_trainer, rows_of, weights
 from torch.utils.data import DataLoader
 
+from dflash_hf import DFlashTrainingArguments
 from dflash_hf.data import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
 
 
@@ -117,9 +118,10 @@ def test_a_packed_stream_gives_the_rows_of_a_packed_set():
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_two_processes_share_a_stream_and_read_each_row_once(num_shards, num_workers):
+def test_two_processes_share_a_stream_and_read_each_row_once(tmp_path, num_shards, num_workers):
     """As accelerate splits it between processes: equally many batches for each, whose lengths may differ."""
     rows = numbered_rows(24)
+    dispatch = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True).accelerator_config.dispatch_batches
     seen = []
     for process in range(2):
         loader = DataLoader(
@@ -128,7 +130,14 @@ def test_two_processes_share_a_stream_and_read_each_row_once(num_shards, num_wor
             collate_fn=DFlashCollator(),
             num_workers=num_workers,
         )
-        shard = prepare_data_loader(loader, num_processes=2, process_index=process, dispatch_batches=False)
+        shard = prepare_data_loader(
+            loader,
+            torch.device("cpu"),
+            num_processes=2,
+            process_index=process,
+            put_on_device=True,
+            dispatch_batches=dispatch,
+        )
         seen.append([sample for batch in islice(shard, 4) for sample in batch["sample_ids"].tolist()])
     assert len(seen[0]) == len(seen[1]) == 12
     assert sorted(seen[0] + seen[1]) == sorted(row["sample_id"] for row in once(stream_of(rows)))
