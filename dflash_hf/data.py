@@ -43,9 +43,10 @@ def tokenize_row(
     Args:
         row (`Mapping`):
             `messages` (a conversation; every assistant turn is supervised), or `prompt` and `completion` (texts or
-            message lists; the completion is supervised), or `input_ids` with an optional `loss_mask` (all tokens are
-            supervised without it). `finish_reason == "length"` says that the last answer was cut off, so that no end
-            of turn is learned there. `tools` and `chat_template_kwargs` reach the chat template.
+            message lists; the completion is supervised), or `input_ids` with an optional `loss_mask` (in prepared rows
+            `supervised_mask`; all tokens are supervised without it). `finish_reason == "length"` says that the last
+            answer was cut off, so that no end of turn is learned there. `tools` and `chat_template_kwargs` reach the
+            chat template.
         tokenizer (`PreTrainedTokenizerBase`):
             The target's; not needed for rows of `input_ids`.
         max_length (`int`):
@@ -67,7 +68,13 @@ def tokenize_row(
         for token in ids:
             if type(token) is not int:
                 raise ValueError(f"input_ids hold {token!r}: they must be one flat list of integers.")
-        mask = [True] * len(ids) if row.get("loss_mask") is None else [bool(keep) for keep in row["loss_mask"]]
+        if row.get("segment_ids") is not None:
+            raise ValueError(
+                "It is a packed row, and packed rows are read from a datasets.Dataset alone. Give the documents, and "
+                "packing=True."
+            )
+        given = row.get("loss_mask") if row.get("loss_mask") is not None else row.get("supervised_mask")
+        mask = [True] * len(ids) if given is None else [bool(keep) for keep in given]
         if len(mask) != len(ids):
             raise ValueError(f"loss_mask has {len(mask)} entries for {len(ids)} input_ids: they must be equally long.")
         return ids[:max_length], mask[:max_length]

@@ -43,9 +43,9 @@ class DFlashTrainer(Trainer):
             Training arguments.
         train_dataset, eval_dataset (`datasets.Dataset`, `datasets.IterableDataset` or a sequence of rows, *optional*):
             Rows of `messages`, of `prompt` and `completion`, or of `input_ids` (with `loss_mask`). A stream
-            (`IterableDataset`) is tokenised while it is read, needs `max_steps` and is repeated until then; give
-            `shuffle` a seed. A resumed run reads again what it has trained on. In several processes the last batch of
-            an evaluation stream is filled up with rows that count twice.
+            (`IterableDataset`) is tokenised while it is read, needs `max_steps` and is repeated until then, all
+            in one epoch; give `shuffle` a seed. A resumed run reads again what it has trained on. In several processes
+            the last batch of an evaluation stream is filled up with rows that count twice.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; not needed for rows of `input_ids`.
         **kwargs:

@@ -10,7 +10,7 @@ from test_trainer import make_trainer, rows_of, weights
 from transformers import TrainingArguments
 
 from dflash_hf import data
-from dflash_hf.data import DFlashCollator, prepare_dataset, tokenize_row
+from dflash_hf.data import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset, tokenize_row
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
 
@@ -325,6 +325,16 @@ def test_rows_can_be_grouped_by_length(target, tmp_path):
     assert padding["group_by_length"] < 0.5 * padding["random"]
     trainer.train()
     assert trainer.state.global_step == 4
+
+
+def test_prepared_rows_can_be_prepared_again_and_streamed():
+    prepared = prepare_dataset([{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1], "sample_id": 7}], None, max_length=9)
+    assert list(prepare_dataset(list(prepared), None, max_length=9)) == list(prepared)
+    stream = PreparedStream(prepared.to_iterable_dataset(), None, max_length=9, is_repeated=False)
+    assert list(stream) == list(prepared)
+    packed = pack_dataset(prepared, 9)
+    with pytest.raises(ValueError, match=r"Row 0 \(sample_id 7\).*It is a packed row.*Give the documents"):
+        prepare_dataset(list(packed), None, max_length=9)
 
 
 def test_columns_that_only_later_rows_have_are_kept():

@@ -150,9 +150,10 @@ def plan_inside_document(
     )
 
 
+@pytest.mark.parametrize("block_attention", ["structured", "dense"])
 @pytest.mark.parametrize("padding_side", ["right", "left"])
 @pytest.mark.parametrize("layers", [{}, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}])
-def test_blocks_of_a_packed_row_equal_those_of_its_documents(padding_side, layers):
+def test_blocks_of_a_packed_row_equal_those_of_its_documents(padding_side, layers, block_attention):
     """Case 8: hidden states and logits of each anchor, cross-entropy and gradient."""
     target = make_target()
     draft = make_draft(target, **layers)
@@ -181,9 +182,16 @@ def test_blocks_of_a_packed_row_equal_those_of_its_documents(padding_side, layer
         return target_hidden_states(target, document_ids, document_valid, layer_ids)
 
     losses = block_losses(
-        model, draft, plan, ids, valid, states_of_packed_rows(states_of, ids, valid, segments), segment_ids=segments
+        model,
+        draft,
+        plan,
+        ids,
+        valid,
+        states_of_packed_rows(states_of, ids, valid, segments),
+        segment_ids=segments,
+        block_attention=block_attention,
     )
-    (losses.cross_entropy * losses.weights).sum().backward()
+    (losses.loss * losses.weights).sum().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
     hidden = outputs.pop().view(len(plan.anchor_ids), 4, -1)
 
@@ -201,15 +209,16 @@ def test_blocks_of_a_packed_row_equal_those_of_its_documents(padding_side, layer
                 continue
             own_ids = torch.tensor([document["input_ids"]])
             own_valid = torch.ones_like(own_ids, dtype=torch.bool)
-            own = block_losses(model, draft, own_plan, own_ids, own_valid, states_of(own_ids, own_valid))
+            own_states = states_of(own_ids, own_valid)
+            own = block_losses(model, draft, own_plan, own_ids, own_valid, own_states, block_attention=block_attention)
             own_hidden = outputs.pop().view(-1, 4, hidden.shape[-1])
             slots = own_plan.slot_valid
             torch.testing.assert_close(hidden[chosen][slots], own_hidden[slots], atol=1e-5, rtol=1e-5)
             head = draft.get_output_embeddings()
             torch.testing.assert_close(head(hidden[chosen][slots]), head(own_hidden[slots]), atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(losses.cross_entropy[chosen], own.cross_entropy, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(losses.loss[chosen], own.loss, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(losses.weights[chosen], own.weights)
-            (own.cross_entropy * own.weights).sum().backward()
+            (own.loss * own.weights).sum().backward()
             compared |= chosen
     assert document_number == len(documents)
     assert torch.equal(compared, plan.block_valid)
