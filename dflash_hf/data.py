@@ -471,6 +471,49 @@ class PreparedStream(torch.utils.data.IterableDataset):
                 yield prepared
 
 
+def prepare_rows(
+    dataset: Any, *, max_length: int, is_packed: bool = False, is_repeated: bool = True, **kwargs: Any
+) -> datasets.Dataset | PreparedStream:
+    """
+    Prepare whatever a trainer is given; what is prepared already is left alone.
+
+    Args:
+        dataset (`datasets.Dataset`, `datasets.IterableDataset` or a sequence of rows):
+            Rows as [`prepare_row`] takes them, or prepared ones.
+        max_length (`int`):
+            In tokens, of a row and of a packed row.
+        is_packed (`bool`, defaults to `False`):
+            Pack the rows.
+        is_repeated (`bool`, defaults to `True`):
+            Start a stream again at its end, without limit; a set is not changed by this.
+        **kwargs:
+            The further arguments of [`prepare_dataset`].
+
+    Returns:
+        `datasets.Dataset`, or [`PreparedStream`] of a stream.
+
+    Raises:
+        ValueError: as in [`prepare_dataset`] and [`pack_dataset`].
+        TypeError: the data set is of another kind.
+    """
+    if isinstance(dataset, PreparedStream):
+        return dataset.with_repetition(is_repeated)
+    if isinstance(dataset, datasets.IterableDataset):
+        return PreparedStream(dataset, max_length=max_length, is_packed=is_packed, is_repeated=is_repeated, **kwargs)
+    said = {name: kwargs[name] for name in ("description", "is_quiet") if name in kwargs}
+    if isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
+        raise TypeError(
+            f"The {said.get('description', 'train')} set is a {type(dataset).__name__}: it must be one "
+            "datasets.Dataset or datasets.IterableDataset, or a sequence of rows. Choose a split of a DatasetDict; "
+            "make a stream with datasets.IterableDataset.from_generator."
+        )
+    if "supervised_mask" not in (getattr(dataset, "column_names", None) or ()):
+        dataset = prepare_dataset(dataset, max_length=max_length, **kwargs)
+    if is_packed and "segment_ids" not in dataset.column_names:
+        dataset = pack_dataset(dataset, max_length, **said)
+    return dataset
+
+
 def _content_id(input_ids: Sequence[int], supervised_mask: Sequence[bool]) -> int:
     """A sample id that depends on the row alone, wherever and whenever it is read."""
     text = f"{input_ids} {supervised_mask}"

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import BlockLosses, block_losses
-from .data import PREPARED_COLUMNS, DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
+from .data import PREPARED_COLUMNS, DFlashCollator, PreparedStream, prepare_rows
 from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
@@ -122,34 +122,26 @@ class DFlashTrainer(Trainer):
     def _prepared(
         self, dataset: Any, description: str, args: DFlashTrainingArguments, is_training: bool = False
     ) -> Any:
-        """Tokenised rows; several named evaluation sets stay a dict, what is prepared already is left alone."""
+        """Tokenised rows; several named evaluation sets stay a dict."""
         if isinstance(dataset, dict) and not is_training:
             return {name: self._prepared(part, f"{description} ({name})", args) for name, part in dataset.items()}
-        kwargs: dict[str, Any] = {"description": description, "is_quiet": not args.should_log}
-        if isinstance(dataset, PreparedStream):
-            return dataset.with_repetition(is_training)
-        if isinstance(dataset, datasets.IterableDataset):
-            if args.cache_target_states is not None:
-                raise ValueError(
-                    f"cache_target_states={args.cache_target_states!r} and the {description} set is a stream: states "
-                    "are cached before training, and a stream is read while training. Leave cache_target_states unset."
-                )
-            is_packed = is_training and args.packing
-            return PreparedStream(dataset, **self._data_kwargs, **kwargs, is_packed=is_packed, is_repeated=is_training)
-        if isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
-            raise TypeError(
-                f"The {description} set is a {type(dataset).__name__}: it must be one datasets.Dataset or "
-                "datasets.IterableDataset, or a sequence of rows. Choose a split of a DatasetDict; make a stream with "
-                "datasets.IterableDataset.from_generator."
-            )
         if dataset is None:
             return None
         with args.main_process_first(desc=f"preparing the {description} set"):
-            if "supervised_mask" not in (getattr(dataset, "column_names", None) or ()):
-                dataset = prepare_dataset(dataset, **self._data_kwargs, **kwargs)
-            if is_training and args.packing and "segment_ids" not in dataset.column_names:
-                dataset = pack_dataset(dataset, args.max_length, **kwargs)
-        return dataset
+            prepared = prepare_rows(
+                dataset,
+                **self._data_kwargs,
+                description=description,
+                is_quiet=not args.should_log,
+                is_packed=is_training and args.packing,
+                is_repeated=is_training,
+            )
+        if isinstance(prepared, PreparedStream) and args.cache_target_states is not None:
+            raise ValueError(
+                f"cache_target_states={args.cache_target_states!r} and the {description} set is a stream: states are "
+                "cached before training, and a stream is read while training. Leave cache_target_states unset."
+            )
+        return prepared
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keeps Trainer's contract (columns that `remove_unused_columns=True` leaves): those of the collator."""
