@@ -17,12 +17,13 @@ from transformers.utils import logging
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import BlockLosses, block_losses
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
-from .data import DFlashCollator, prepare_dataset
+from .data import PREPARED_COLUMNS, DFlashCollator, PreparedStream, prepare_rows
 from .evaluation import generated_accept_len, plain_forward
 from .losses import decay_weights, default_loss_decay
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
+from .packing import documents_of, states_of_packed_rows
 from .resuming import RunRecord, check_checkpoint, last_complete_checkpoint, run_values
 from .serving_walk import accepted_at_every_anchor, serving_statistics
 from .state_cache import (
@@ -55,15 +56,20 @@ class DFlashTrainer(Trainer):
             was spread with `device_map`; never trained, never saved.
         args ([`DFlashTrainingArguments`]):
             Training arguments.
-        train_dataset, eval_dataset (`datasets.Dataset` or a sequence of rows, *optional*):
-            Rows of `messages`, of `prompt` and `completion`, or of `input_ids` (with `loss_mask`).
+        train_dataset, eval_dataset (`datasets.Dataset`, `datasets.IterableDataset` or a sequence of rows, *optional*):
+            Rows of `messages`, of `prompt` and `completion`, or of `input_ids` (with `loss_mask`). A stream
+            (`IterableDataset`) is tokenised while it is read, needs `max_steps` and is repeated until then, all
+            in one epoch; give `shuffle` a seed. A resumed run reads again what it has trained on. In several processes
+            the last batch of an evaluation stream is filled up with rows that count twice.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; not needed for rows of `input_ids`.
         **kwargs:
             As in [`~transformers.Trainer`].
 
     Raises:
-        ValueError: draft and target do not fit, no row is usable, or a row contains the mask token.
+        ValueError: draft and target do not fit, no row is usable, a row contains the mask token or a token outside
+            the target's embedding, or the target states of a stream are to be cached.
+        TypeError: a data set is of a kind that cannot be used.
 
     Logged while training: `loss` (weighted cross-entropy) and `accept_len` on the trained blocks. Evaluation logs
     `eval_loss`, `eval_accept_len`, `eval_slot_accuracy_k` and `eval_serving_accept_len`, the acceptance length of a
@@ -80,8 +86,8 @@ class DFlashTrainer(Trainer):
         model: DFlashDraftModel,
         target: PreTrainedModel | str,
         args: DFlashTrainingArguments,
-        train_dataset: datasets.Dataset | Sequence[Mapping[str, Any]] | None = None,
-        eval_dataset: datasets.Dataset | Sequence[Mapping[str, Any]] | None = None,
+        train_dataset: datasets.Dataset | datasets.IterableDataset | Sequence[Mapping[str, Any]] | None = None,
+        eval_dataset: datasets.Dataset | datasets.IterableDataset | Sequence[Mapping[str, Any]] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
@@ -98,6 +104,7 @@ class DFlashTrainer(Trainer):
             "eos_token_ids": eos if isinstance(eos, list) else [eos] if eos is not None else [],
             "chat_template_kwargs": model.config.chat_template_kwargs,
             "forbidden_token_id": model.config.mask_token_id,
+            "num_embeddings": model.config.vocab_size,
             "tokenizer": processing_class,
         }
         self._end_token_ids = {*self._data_kwargs["eos_token_ids"], getattr(processing_class, "eos_token_id", None)}
@@ -117,8 +124,8 @@ class DFlashTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            train_dataset=self._prepared(train_dataset, "train"),
-            eval_dataset=self._prepared(eval_dataset, "evaluation"),
+            train_dataset=self._prepared(train_dataset, "train", args, is_training=True),
+            eval_dataset=self._prepared(eval_dataset, "evaluation", args),
             processing_class=processing_class,
             **kwargs,
         )
@@ -143,13 +150,33 @@ class DFlashTrainer(Trainer):
         self._train_statistics: torch.Tensor | None = None
         self._states_are_checked = False
 
-    def _prepared(self, dataset: Any, description: str) -> Any:
-        """Tokenised rows; several named evaluation sets stay a dict, what is prepared already is left alone."""
-        if isinstance(dataset, dict):
-            return {name: self._prepared(part, f"{description} ({name})") for name, part in dataset.items()}
-        if dataset is None or "supervised_mask" in (getattr(dataset, "column_names", None) or ()):
-            return dataset
-        return prepare_dataset(dataset, **self._data_kwargs, description=description)
+    def _prepared(
+        self, dataset: Any, description: str, args: DFlashTrainingArguments, is_training: bool = False
+    ) -> Any:
+        """Tokenised rows; several named evaluation sets stay a dict."""
+        if isinstance(dataset, dict) and not is_training:
+            return {name: self._prepared(part, f"{description} ({name})", args) for name, part in dataset.items()}
+        if dataset is None:
+            return None
+        with args.main_process_first(desc=f"preparing the {description} set"):
+            prepared = prepare_rows(
+                dataset,
+                **self._data_kwargs,
+                description=description,
+                is_quiet=not args.should_log,
+                is_packed=is_training and args.packing,
+                is_repeated=is_training,
+            )
+        if isinstance(prepared, PreparedStream) and args.cache_target_states is not None:
+            raise ValueError(
+                f"cache_target_states={args.cache_target_states!r} and the {description} set is a stream: states are "
+                "cached before training, and a stream is read while training. Leave cache_target_states unset."
+            )
+        return prepared
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps Trainer's contract (columns that `remove_unused_columns=True` leaves): those of the collator."""
+        self._signature_columns: Any = list(PREPARED_COLUMNS)
 
     # ---- target states ----
 
@@ -254,11 +281,11 @@ class DFlashTrainer(Trainer):
             logger.warning_advice(str(self.summary()))
             warn_of_dtypes(self.args, self.draft, self.target)
         if self.args.cache_target_states is not None:
-            self.cache_states(self.train_dataset)
+            self.cache_states(documents_of(self.train_dataset))
             eval_sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
             for eval_set in eval_sets.values():
                 if eval_set is not None:
-                    self.cache_states(eval_set, "evaluation")
+                    self.cache_states(documents_of(eval_set), "evaluation")
         try:
             with self._stop_on_signal.watched():
                 try:
@@ -294,7 +321,7 @@ class DFlashTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Keeps Trainer's contract; raw rows are taken too."""
         if not isinstance(eval_dataset, str):  # a name of one of several evaluation sets
-            eval_dataset = self._prepared(eval_dataset, "evaluation")
+            eval_dataset = self._prepared(eval_dataset, "evaluation", self.args)
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if not self.is_in_train:
             self._restore_forward()
@@ -333,12 +360,21 @@ class DFlashTrainer(Trainer):
             inputs["token_valid_mask"],
             inputs["sample_ids"],
             supervised_mask=inputs["supervised_mask"],
+            segment_ids=inputs.get("segment_ids"),
             anchors_per_sample=self.args.anchors_per_sample,
             gamma=self.draft.config.block_size - 1,
             optimizer_step=optimizer_step,
             seed=self.args.seed,
             replacement=False,
             partial_windows=True,
+        )
+
+    def _context(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Target states of the batch's rows; of packed rows, those of each document by itself."""
+        if "segment_ids" not in inputs:
+            return self._states(inputs["input_ids"], inputs["token_valid_mask"])
+        return states_of_packed_rows(
+            self._states, inputs["input_ids"], inputs["token_valid_mask"], inputs["segment_ids"]
         )
 
     def _forward_of(self, model: nn.Module) -> Callable[..., Any]:
@@ -358,7 +394,7 @@ class DFlashTrainer(Trainer):
         states: torch.Tensor | None = None,
     ) -> BlockLosses:
         if states is None:
-            states = self._states(inputs["input_ids"], inputs["token_valid_mask"])
+            states = self._context(inputs)
         if not self._states_are_checked:
             check_target_states(states, self.draft.config, self.target)
             self._states_are_checked = True
@@ -369,6 +405,7 @@ class DFlashTrainer(Trainer):
             inputs["input_ids"],
             inputs["token_valid_mask"],
             states[..., : self._context_width],
+            segment_ids=inputs.get("segment_ids"),
             slot_weights=self.args.slot_weights,
             loss_decay=self.args.loss_decay,
             dpace_alpha=self.args.dpace_alpha,
@@ -432,7 +469,7 @@ class DFlashTrainer(Trainer):
         """Keeps Trainer's contract (loss, predictions, labels): predictions are sums and counts of each row."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
-            states = self._states(inputs["input_ids"], inputs["token_valid_mask"])
+            states = self._context(inputs)
             losses = self._block_losses(model, inputs, EVAL_PLAN_STEP, states)
             statistics = _statistics(losses, len(inputs["input_ids"]))
             if self.args.eval_serving:

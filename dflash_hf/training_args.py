@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -34,9 +35,22 @@ class DFlashTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Keep data columns that the draft's forward does not name."}
     )
     anchors_per_sample: int = field(
-        default=64, metadata={"help": "Blocks trained in each row and step. Rows with fewer windows use all of them."}
+        default=64,
+        metadata={
+            "help": "Blocks trained in each row and step. Rows with fewer windows use all of them. With `packing`, of "
+            "each packed row: multiply by the documents it holds."
+        },
     )
     max_length: int = field(default=2048, metadata={"help": "Longest row in tokens; longer rows are cut."})
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Pack several whole documents into each training row of at most `max_length` tokens. Blocks, "
+            "context and positions stay in one document, so the same anchors give the same loss as in unpacked rows; "
+            "only the padding goes. `anchors_per_sample` and the batch size then count packed rows. Evaluation sets "
+            "are not packed."
+        },
+    )
     padding_side: str = field(default="right", metadata={"help": "'right' or 'left'; the result is the same."})
     slot_weights: str = field(
         default="decay",
@@ -169,6 +183,10 @@ class DFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.cache_target_states == "disk" and self.state_cache_dir is None:
             self.state_cache_dir = os.path.join(str(self.output_dir), "_target_states")
+        loading: Any = self.accelerator_config  # an AcceleratorConfig by now
+        if loading.dispatch_batches is None:
+            # accelerate's own choice for streams joins the batches of several processes, which must be equally long
+            loading.dispatch_batches = False
 
     @property
     def loss_terms(self) -> LossTerms:

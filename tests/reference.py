@@ -253,3 +253,22 @@ def serve(tokens: list[int], first: int, last: int, proposals: list[list[int]], 
             written.append(tokens[first + len(written)])  # the bonus token
         passes.append(len(written) - before)
     return passes
+
+
+def best_fit_rows(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Each document, longest first, into the row with the least room that is enough; of equals, the first to be so."""
+    rows: list[dict] = []
+    for clock, document in enumerate(sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))):
+        best = None
+        for row in rows:
+            if row["space"] >= lengths[document] and (
+                best is None or (row["space"], row["since"]) < (best["space"], best["since"])
+            ):
+                best = row
+        if best is None:
+            best = {"space": capacity, "documents": []}
+            rows.append(best)
+        best["documents"].append(document)
+        best["space"] -= lengths[document]
+        best["since"] = clock
+    return sorted(sorted(row["documents"]) for row in rows)

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import json
+
 import datasets
+import numpy
 import pytest
 import torch
+from test_trainer import make_trainer, rows_of, weights
+from transformers import TrainingArguments
 
-from dflash_hf.data import DFlashCollator, prepare_dataset, tokenize_row
+from dflash_hf import data
+from dflash_hf.data import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset, tokenize_row
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
 
@@ -104,9 +110,60 @@ def test_rows_without_supervision_are_dropped_with_counts(tokenizer, caplog):
     ]
     prepared = prepare_dataset(datasets.Dataset.from_list(rows), tokenizer, max_length=40)
     assert prepared["sample_id"][:] == [0]
-    assert "2 of 3 rows dropped" in caplog.text
-    assert "1 nothing supervised" in caplog.text
-    assert "1 longer than max_length" in caplog.text
+    assert [record.message for record in caplog.records] == [
+        "The train set: 2 of 3 rows dropped (1 nothing supervised, 1 longer than max_length, with nothing supervised "
+        "left), 0 of the others cut at max_length=40."
+    ]
+
+
+def test_counts_of_dropped_and_cut_rows_are_said_again_when_they_come_out_of_the_cache(
+    tokenizer, caplog, tmp_path, monkeypatch
+):
+    from transformers.utils import logging
+
+    logging.get_logger("dflash_hf.data").propagate = True
+    path = tmp_path / "rows.jsonl"
+    contents = ["It is 4.", "It is 4, as everybody knows."]
+    rows = [{"messages": [USER, {"role": "assistant", "content": content}]} for content in contents]
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, {"messages": [USER]}]))
+    results, lines = [], []
+    for expected_calls in (3, 0):
+        calls = []
+        monkeypatch.setattr(data, "tokenize_row", counted(tokenize_row, calls))
+        caplog.clear()
+        dataset = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path))
+        results.append(list(prepare_dataset(dataset, tokenizer, max_length=24)))
+        lines.append([record.message for record in caplog.records])
+        assert len(calls) == expected_calls
+    assert results[0] == results[1]
+    assert lines[0] == lines[1]
+    assert lines[0] == [
+        "The train set: 1 of 3 rows dropped (1 nothing supervised), 1 of the others cut at max_length=24."
+    ]
+
+
+def counted(function, calls):
+    def call(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_only_the_first_process_says_what_happened_to_the_rows(caplog, target, tmp_path, monkeypatch):
+    from transformers.utils import logging
+
+    logging.get_logger("dflash_hf.data").propagate = True
+    rows = [{"input_ids": [1, 2, 3], "sample_id": 1}, {"input_ids": [1, 2], "sample_id": 1}, {"input_ids": [1]}]
+    prepare_dataset(rows, None, max_length=2)
+    assert len(caplog.records) == 2
+    caplog.clear()
+    prepare_dataset(rows, None, max_length=2, is_quiet=True)
+    assert not caplog.records
+    monkeypatch.setattr(TrainingArguments, "should_log", property(lambda self: False))
+    for source in (rows, datasets.Dataset.from_list(rows).to_iterable_dataset()):
+        make_trainer(target, tmp_path, rows=source, max_length=2, packing=True, max_steps=2).train()
+    assert not [record for record in caplog.records if record.name == "dflash_hf.data"]
 
 
 @pytest.mark.parametrize("rows", [[], [{"messages": [USER]}]])
@@ -122,8 +179,78 @@ def test_rows_keep_their_own_sample_ids():
 
 
 def test_a_row_with_the_mask_token_is_refused():
-    with pytest.raises(ValueError, match="Row 1 of the train set contains the mask token 9"):
+    with pytest.raises(ValueError, match=r"Row 1 \(sample_id 1\) of the train set contains the mask token 9"):
         prepare_dataset([{"input_ids": [1, 2]}, {"input_ids": [9, 2]}], None, max_length=9, forbidden_token_id=9)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"input_ids": [5, -1]},
+            r"Row 1 \(sample_id 1\) of the train set contains token -1, and token ids are not neg",
+        ),
+        (
+            {"input_ids": [5, 97], "sample_id": 8},
+            r"Row 1 \(sample_id 8\).*token 97, and the target has 97 embedding r",
+        ),
+        (
+            {"input_ids": [5, 6], "sample_id": -8},
+            r"Row 1 \(sample_id -8\).*must be an integer in 0 … 9007199254740991",
+        ),
+        ({"input_ids": [5, 6], "sample_id": 2**53}, "must be an integer in 0"),
+        ({"input_ids": [5, 6], "loss_mask": [1]}, r"Row 1 \(sample_id 1\).*loss_mask has 1 entries for 2"),
+        ({"messages": [{"content": "Hi"}]}, r"Row 1 \(sample_id 1\).*must be a mapping with `role` and `content`"),
+    ],
+)
+def test_a_row_that_would_fail_later_is_named_before_training(tokenizer, row, words):
+    """Case 14: an id outside the embedding is an IndexError, or a device assert, in the middle of training."""
+    with pytest.raises(ValueError, match=words):
+        prepare_dataset([{"input_ids": [1, 96]}, row], tokenizer, max_length=9, num_embeddings=97)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"input_ids": [1, 2], "sample_id": "gsm8k-7"}], "sample_id 'gsm8k-7'.*Rename or remove the column"),
+        ([{"input_ids": [1, 2], "sample_id": 1.5}], "sample_id 1.5.*must be an integer"),
+        ([{"input_ids": [1, 2], "sample_id": True}], "sample_id True.*must be an integer"),
+        ([{"input_ids": [1.5, 2.0]}], "input_ids hold 1.5: they must be one flat list of integers"),
+        ([{"input_ids": [[1, 2]]}], r"input_ids hold \[1, 2\]: they must be one flat list"),
+        ([{"messages": ["Hi"]}], "A message is 'Hi': it must be a mapping"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(tokenizer, rows, words):
+    with pytest.raises(
+        ValueError, match=r"Row 0 \(" + ("sample_id 0.*" if "sample_id" not in rows[0] else "") + words
+    ):
+        prepare_dataset(rows, tokenizer, max_length=9)
+
+
+def test_an_empty_conversation_is_dropped_and_counted(tokenizer):
+    rows = [{"messages": []}, {"messages": [USER, ANSWER]}]
+    assert prepare_dataset(rows, tokenizer, max_length=90)["sample_id"][:] == [1]
+    assert tokenize_row({"prompt": [], "completion": []}, tokenizer, max_length=90) == ([], [])
+
+
+def test_repeated_sample_ids_are_a_warning(caplog):
+    from transformers.utils import logging
+
+    logging.get_logger("dflash_hf.data").propagate = True
+    rows = [{"input_ids": [1, 2, index], "sample_id": index // 3} for index in range(6)]
+    assert len(prepare_dataset(rows, None, max_length=9)) == 6
+    assert "4 of 6 rows repeat the sample_id of another row" in caplog.text
+
+
+def test_rows_may_be_arrays_and_tensors():
+    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]}, {"input_ids": [4, 5, 6], "loss_mask": [0, 1, 1]}]
+    expected = list(prepare_dataset(rows, None, max_length=9))
+    dataset = datasets.Dataset.from_list(rows)
+    for formatted in (dataset.with_format("torch"), dataset.with_format("numpy")):
+        assert list(prepare_dataset(formatted, None, max_length=9)) == expected
+    for make in (torch.tensor, numpy.array):
+        row = {name: make(values) for name, values in rows[0].items()}
+        assert tokenize_row(row, None, max_length=9) == tokenize_row(rows[0], None, max_length=9)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -138,3 +265,81 @@ def test_collator_pads_on_either_side(side):
     assert batch["supervised_mask"].tolist() == [[False, True, True], [False] * 3]
     assert batch["sample_ids"].dtype == torch.int64
     assert batch["sample_ids"].tolist() == [4, 6]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_of_packed_rows_belongs_to_no_document(side):
+    rows = [
+        {"input_ids": [1, 2, 3], "supervised_mask": [True] * 3, "sample_id": 4, "segment_ids": [0, 0, 1]},
+        {"input_ids": [5], "supervised_mask": [True], "sample_id": 6, "segment_ids": [0]},
+    ]
+    batch = DFlashCollator(padding_side=side)(rows)
+    assert batch["segment_ids"].dtype == torch.int64
+    assert batch["segment_ids"].tolist() == [[0, 0, 1], [0, -1, -1] if side == "right" else [-1, -1, 0]]
+    assert "segment_ids" not in DFlashCollator()([{"input_ids": [1], "supervised_mask": [True], "sample_id": 4}])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_nothing_needed_is_dropped_when_unused_columns_are(target, tmp_path, packing):
+    """Case 22, with the argument set by the user; a column the training does not need goes."""
+    rows = [{**row, "topic": "numbers"} for row in rows_of(target)]
+    streams = [rows, datasets.Dataset.from_list(rows).to_iterable_dataset()]
+    finals = []
+    for source in streams:
+        for remove in (False, True):
+            trainer = make_trainer(
+                target,
+                tmp_path,
+                rows=source,
+                packing=packing,
+                max_length=90,
+                remove_unused_columns=remove,
+                max_steps=2,
+            )
+            trainer.train()
+            finals.append(weights(trainer.draft))
+    for before, after in (finals[:2], finals[2:]):
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_a_prepared_set_with_further_columns_trains_when_unused_columns_are_removed(target, tmp_path):
+    prepared = prepare_dataset(rows_of(target), None, max_length=90).add_column("topic", ["numbers"] * 4)
+    trainer = make_trainer(target, tmp_path, rows=prepared, remove_unused_columns=True, max_steps=1)
+    assert set(next(iter(trainer.get_train_dataloader()))) == {
+        "input_ids",
+        "token_valid_mask",
+        "supervised_mask",
+        "sample_ids",
+    }
+    trainer.train()
+
+
+def test_rows_can_be_grouped_by_length(target, tmp_path):
+    rows = [{"input_ids": [1 + index] * (3 + (29 * index) % 64)} for index in range(64)]
+    padding = {}
+    for strategy in ("random", "group_by_length"):
+        trainer = make_trainer(target, tmp_path, rows=rows, train_sampling_strategy=strategy)
+        batches = list(trainer.get_train_dataloader())
+        assert sorted(sample for batch in batches for sample in batch["sample_ids"].tolist()) == list(range(64))
+        padding[strategy] = sum(int((~batch["token_valid_mask"]).sum()) for batch in batches)
+    assert padding["group_by_length"] < 0.5 * padding["random"]
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_prepared_rows_can_be_prepared_again_and_streamed():
+    prepared = prepare_dataset([{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1], "sample_id": 7}], None, max_length=9)
+    assert list(prepare_dataset(list(prepared), None, max_length=9)) == list(prepared)
+    stream = PreparedStream(prepared.to_iterable_dataset(), None, max_length=9, is_repeated=False)
+    assert list(stream) == list(prepared)
+    packed = pack_dataset(prepared, 9)
+    with pytest.raises(ValueError, match=r"Row 0 \(sample_id 7\).*It is a packed row.*Give the documents"):
+        prepare_dataset(list(packed), None, max_length=9)
+
+
+def test_columns_that_only_later_rows_have_are_kept():
+    """Case 22."""
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1], "sample_id": 7}]
+    prepared = prepare_dataset(rows, None, max_length=9)
+    assert prepared["supervised_mask"][:] == [[True, True], [False, False, True]]
+    assert prepared["sample_id"][:] == [0, 7]
