@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -143,7 +144,7 @@ class _Step:
             dtype=torch.bfloat16,
         )
         with torch.device(self.device):
-            self.target = LlamaForCausalLM(target_config).to(torch.bfloat16).eval()
+            self.target = nn.Module.to(LlamaForCausalLM(target_config), torch.bfloat16).eval()
             self.draft = DFlashDraftModel.from_target(
                 self.target,
                 num_hidden_layers=shapes.layers,
@@ -281,7 +282,8 @@ def measure_steps(
         `dict`: `"ours"` and, if asked for, `"reference"` to [`StepMeasurement`].
     """
     context = multiprocessing.get_context("spawn")
-    pipes, records = {}, {}
+    pipes: dict[str, Connection] = {}
+    records: dict[str, list[dict[str, Any]]] = {}
     kwargs = {"device": device, "block_attention": block_attention, "threads": threads}
     for name in ("ours", "reference") if against_reference else ("ours",):
         pipes[name], other_end = context.Pipe()

@@ -323,7 +323,7 @@ class _AnyHead(torch.autograd.Function):
 
 def is_plain_head(head: nn.Module) -> bool:
     """Whether the head is one floating-point matrix that can be read directly."""
-    weight = head.weight
+    weight: Any = head.weight
     is_linear = type(head) is nn.Linear and head.bias is None
     return is_linear and type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
 
@@ -369,7 +369,8 @@ def head_losses(
             "l1_weight, kl_weight and soft_labels at their defaults."
         )
     if not terms.needs_target_logits and is_plain_head(head):
-        cross_entropy, is_correct = _FrozenLinearHead.apply(hidden_states, head.weight.detach(), labels)
+        weight: Any = head.weight
+        cross_entropy, is_correct = _FrozenLinearHead.apply(hidden_states, weight.detach(), labels)
         return HeadLosses(terms.ce_weight * cross_entropy, cross_entropy.detach(), is_correct)
 
     def chunk_losses(chunk: torch.Tensor, slots: slice) -> HeadLosses:

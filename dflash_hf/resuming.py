@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,11 @@ def run_values(args: Any, target: PreTrainedModel, num_rows: int | None) -> dict
         "seed": args.seed,
         "data_seed": args.data_seed,
         "anchors_per_sample": args.anchors_per_sample,
+        "anchor_replacement": args.anchor_replacement,
         "slot_weights": args.slot_weights,
         "loss_decay": args.loss_decay,
         "dpace_alpha": args.dpace_alpha,
+        **asdict(args.loss_terms),
         "rows per optimizer step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "rows": num_rows,
     }

@@ -355,7 +355,9 @@ class DFlashTrainer(Trainer):
 
     # ---- loss ----
 
-    def _plan(self, inputs: Mapping[str, torch.Tensor], optimizer_step: int) -> DFlashBatchPlan:
+    def _plan(
+        self, inputs: Mapping[str, torch.Tensor], optimizer_step: int, *, replacement: bool | None = None
+    ) -> DFlashBatchPlan:
         return build_dflash_batch_plan(
             inputs["token_valid_mask"],
             inputs["sample_ids"],
@@ -365,7 +367,7 @@ class DFlashTrainer(Trainer):
             gamma=self.draft.config.block_size - 1,
             optimizer_step=optimizer_step,
             seed=self.args.seed,
-            replacement=False,
+            replacement=self.args.anchor_replacement if replacement is None else replacement,
             partial_windows=True,
         )
 
@@ -390,7 +392,7 @@ class DFlashTrainer(Trainer):
         self,
         model: nn.Module,
         inputs: Mapping[str, torch.Tensor],
-        optimizer_step: int,
+        plan: DFlashBatchPlan,
         states: torch.Tensor | None = None,
     ) -> BlockLosses:
         if states is None:
@@ -401,7 +403,7 @@ class DFlashTrainer(Trainer):
         return block_losses(
             self._forward_of(model),
             self.draft,
-            self._plan(inputs, optimizer_step),
+            plan,
             inputs["input_ids"],
             inputs["token_valid_mask"],
             states[..., : self._context_width],
@@ -438,7 +440,7 @@ class DFlashTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Keeps Trainer's contract: this micro-batch's share of the loss of the whole optimizer step."""
-        losses = self._block_losses(model, inputs, self.state.global_step)
+        losses = self._block_losses(model, inputs, self._plan(inputs, self.state.global_step))
         if num_items_in_batch is None:
             num_items_in_batch = self._denominator(losses.plan)
         denominator = torch.as_tensor(num_items_in_batch, device=losses.weights.device)
@@ -470,7 +472,8 @@ class DFlashTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
             states = self._context(inputs)
-            losses = self._block_losses(model, inputs, EVAL_PLAN_STEP, states)
+            plan = self._plan(inputs, EVAL_PLAN_STEP, replacement=False)
+            losses = self._block_losses(model, inputs, plan, states)
             statistics = _statistics(losses, len(inputs["input_ids"]))
             if self.args.eval_serving:
                 walk = self._serving_statistics(model, inputs, states)

@@ -41,6 +41,12 @@ class DFlashTrainingArguments(TrainingArguments):
             "each packed row: multiply by the documents it holds."
         },
     )
+    anchor_replacement: bool = field(
+        default=False,
+        metadata={
+            "help": "Draw anchors independently, so that a row may train a block twice, instead of distinct ones."
+        },
+    )
     max_length: int = field(default=2048, metadata={"help": "Longest row in tokens; longer rows are cut."})
     packing: bool = field(
         default=False,

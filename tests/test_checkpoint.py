@@ -307,11 +307,7 @@ def test_the_hub_files_import_nothing_else_of_the_package():
             "transformers",
             "safetensors",
             "huggingface_hub",
-            "__future__",
-            "typing",
-            "types",
-            "inspect",
-            "os",
+            *sys.stdlib_module_names,
         }
         assert {part.split(".")[0] for part in imports if not part.startswith(".")} <= allowed
         assert {part for part in imports if part.startswith(".")} <= {".configuration_dflash"}

@@ -486,7 +486,7 @@ def test_terms_compare_with_the_targets_own_logits_one_position_before_the_slot(
     if cache:
         trainer.cache_states(trainer.train_dataset)
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(2)])
-    losses = trainer._block_losses(trainer.model, batch, optimizer_step=0)
+    losses = trainer._block_losses(trainer.model, batch, trainer._plan(batch, 0))
     hidden = []
 
     def keep_hidden_states(**kwargs):
@@ -494,7 +494,7 @@ def test_terms_compare_with_the_targets_own_logits_one_position_before_the_slot(
         hidden.append(output.last_hidden_state)
         return output
 
-    trainer._block_losses(keep_hidden_states, batch, optimizer_step=0)
+    trainer._block_losses(keep_hidden_states, batch, trainer._plan(batch, 0))
     draft_logits = target.get_output_embeddings()(hidden[0]).view(*losses.loss.shape, -1)
     padding = 12 - 9
     for block, slot in losses.plan.loss_mask.nonzero().tolist():

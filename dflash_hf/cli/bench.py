@@ -62,7 +62,8 @@ def train(
         if getattr(chosen, name) < minimum:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(chosen, name)} must be at least {minimum}.")
     if device is None:
-        device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = accelerator.type if accelerator is not None else "cpu"
     console = Console()
     with console.status(f"{steps + 1} steps …"):
         measured = measure_steps(
