@@ -17,9 +17,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .attention_mask import training_masks
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
-from .block_losses import block_losses
+from .block_losses import block_hidden_states, block_losses
 from .losses import decay_weights, default_loss_decay
 from .modeling_dflash import DFlashDraftModel
 from .target import target_hidden_states
@@ -35,6 +34,7 @@ class StepShapes:
 
     Args:
         rows, length, anchors (`int`): rows a step, tokens a row, blocks a row.
+        documents (`int`): equally long documents packed into each row.
         block_size, layers, num_target_layers (`int`): of the draft.
         hidden_size, intermediate_size, heads, kv_heads, head_dim, vocab_size (`int`): of target and draft.
         target_layers (`int`): depth of the target; 0 takes random hidden states instead of running one.
@@ -43,6 +43,7 @@ class StepShapes:
     rows: int = 4
     length: int = 384
     anchors: int = 64
+    documents: int = 1
     block_size: int = 16
     layers: int = 3
     num_target_layers: int = 5
@@ -61,7 +62,7 @@ class StepShapes:
         head_width, key_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         slot_weights = self.hidden_size * (2 * head_width + 2 * key_width + 3 * self.intermediate_size)
         context_weights = self.hidden_size * 2 * key_width
-        keys = self.length / 2 + self.block_size
+        keys = self.length / self.documents / 2 + self.block_size
         multiplications = (
             self.layers * (slots * slot_weights + context * context_weights + 2 * slots * keys * head_width)
             + context * self.num_target_layers * self.hidden_size**2
@@ -162,6 +163,8 @@ class _Step:
         size = (shapes.rows, shapes.length)
         self.input_ids = torch.randint(0, shapes.vocab_size - 1, size, generator=generator).to(self.device)
         self.valid = torch.ones(size, dtype=torch.bool, device=self.device)
+        documents = torch.arange(shapes.length, device=self.device) * shapes.documents // shapes.length
+        self.segment_ids = documents.repeat(shapes.rows, 1) if shapes.documents > 1 else None
         self.states = None
         if not shapes.target_layers:
             width = shapes.num_target_layers * shapes.hidden_size
@@ -208,6 +211,7 @@ class _Step:
             gamma=self.shapes.block_size - 1,
             optimizer_step=self.count,
             seed=0,
+            segment_ids=self.segment_ids,
             replacement=False,
         )
 
@@ -219,7 +223,7 @@ class _Step:
         with clock.phase("loss"):
             losses = block_losses(
                 forward, self.draft, self._plan(), self.input_ids, self.valid, states,
-                block_attention=self.block_attention,
+                segment_ids=self.segment_ids, block_attention=self.block_attention,
             )  # fmt: skip
             loss = (losses.weights * losses.loss).sum() / losses.weights.sum()
         clock.seconds["loss"] -= clock.seconds["forward"]
@@ -227,23 +231,18 @@ class _Step:
 
     def _plain_loss(self, states: torch.Tensor, clock: _Clock) -> torch.Tensor:
         """The same loss without tricks: a dense mask, all logits at once, autograd through everything."""
-        rows, length, block_size = self.shapes.rows, self.shapes.length, self.shapes.block_size
         plan = self._plan()
         with clock.phase("forward"), torch.autocast(self.device.type, torch.bfloat16):
-            positions = torch.arange(length, device=self.device).expand(rows, -1)
-            hidden_states = self.draft(
-                noise_embeds=self.draft.embed_blocks(self.input_ids.gather(1, plan.anchor_positions.view(rows, -1))),
-                context_hidden_states=states,
-                attention_mask=training_masks(self.draft.config, plan, self.valid, kind="dense"),
-                position_ids=torch.cat([positions, plan.query_positions.view(rows, -1)], dim=1),
-                query_valid_mask=plan.slot_valid.view(rows, -1),
-            ).last_hidden_state
+            hidden_states = block_hidden_states(
+                self.draft, self.draft, plan, self.input_ids, self.valid, states,
+                segment_ids=self.segment_ids, block_attention="dense",
+            )  # fmt: skip
         with clock.phase("loss"):
-            hidden_states = hidden_states.view(-1, block_size, self.shapes.hidden_size)[plan.loss_mask]
+            hidden_states = hidden_states[plan.loss_mask]
             labels = self.input_ids[plan.sample_rows[:, None], plan.label_positions][plan.loss_mask]
             logits = self.draft.compute_logits(hidden_states)
             cross_entropy = functional.cross_entropy(logits.float(), labels, reduction="none")
-            weights = decay_weights(plan.loss_mask, default_loss_decay(block_size))
+            weights = decay_weights(plan.loss_mask, default_loss_decay(plan.block_size))
             loss = (weights[plan.loss_mask] * cross_entropy).sum() / weights.sum()
         return loss
 

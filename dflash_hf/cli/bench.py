@@ -29,6 +29,7 @@ def train(
     rows: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens a row.")] = None,
     anchors: Annotated[int | None, typer.Option(help="Blocks a row.")] = None,
+    documents: Annotated[int | None, typer.Option(help="Documents packed into a row.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Slots a block, the anchor included.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the draft.")] = None,
     num_target_layers: Annotated[int | None, typer.Option(help="Target layers the draft reads.")] = None,
