@@ -103,6 +103,13 @@ def _compiled_create_block_mask() -> Callable[..., BlockMask]:
     return torch.compile(create_block_mask)
 
 
+def attention_kind(kind: str, device: torch.device) -> str:
+    """Form of mask for a device: `"auto"` is `"flex"` on CUDA, where its backward pass runs, else `"structured"`."""
+    if kind != "auto":
+        return kind
+    return "flex" if device.type == "cuda" else "structured"
+
+
 def training_masks(
     config: DFlashConfig,
     plan: DFlashBatchPlan,
@@ -120,16 +127,15 @@ def training_masks(
         segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
         kind (`str`, defaults to `"auto"`):
             `"flex"` (FlexAttention), `"structured"` (no block meets another block's keys; plain matrix products on any
-            device) or `"dense"` (a tensor for the configuration's attention implementation: the slow oracle).
-            `"auto"` is `"flex"` on CUDA, else `"structured"`.
+            device) or `"dense"` (a tensor for the configuration's attention implementation: the slow oracle); `"auto"`
+            as in [`attention_kind`].
 
     Returns:
         `dict`: layer type to [`BlockAttention`], `BlockMask` or `torch.BoolTensor`, the `attention_mask` of the
         draft's `forward`.
     """
-    if kind == "auto":
-        kind = "flex" if token_valid_mask.device.type == "cuda" else "structured"
-    build: Any = {"flex": flex_block_mask, "structured": BlockAttention, "dense": dense_block_mask}[kind]
+    kinds: dict[str, Any] = {"flex": flex_block_mask, "structured": BlockAttention, "dense": dense_block_mask}
+    build = kinds[attention_kind(kind, token_valid_mask.device)]
     layer_types = config.layer_types or []
     return {
         layer_type: build(

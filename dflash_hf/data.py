@@ -528,6 +528,7 @@ class DFlashCollator:
     Args:
         pad_token_id (`int`, defaults to 0): fills `input_ids`; never seen by the draft.
         padding_side (`str`, defaults to `"right"`): training gives the same result with `"left"`.
+        pad_to_multiple_of (`int`, defaults to 1): batches get one of few lengths, for kernels compiled by shape.
 
     Returns (when called):
         `dict`: `input_ids` (int64), `token_valid_mask` and `supervised_mask` (bool), each `[R, S]`, and `sample_ids`
@@ -536,9 +537,11 @@ class DFlashCollator:
 
     pad_token_id: int = 0
     padding_side: str = "right"
+    pad_to_multiple_of: int = 1
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)
+        length = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
         input_ids = torch.full((len(rows), length), self.pad_token_id)
         token_valid_mask = torch.zeros(len(rows), length, dtype=torch.bool)
         supervised_mask = torch.zeros(len(rows), length, dtype=torch.bool)

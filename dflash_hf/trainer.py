@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 from transformers.utils import logging
 
+from .attention_mask import attention_kind
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import BlockLosses, block_losses
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
@@ -119,7 +120,10 @@ class DFlashTrainer(Trainer):
                 },
             )
         pad_token_id = processing_class.pad_token_id if processing_class is not None else None
-        kwargs.setdefault("data_collator", DFlashCollator(pad_token_id or 0, args.padding_side))
+        multiple = args.pad_to_multiple_of
+        if multiple is None:
+            multiple = 512 if attention_kind(args.block_attention, args.device) == "flex" else 1
+        kwargs.setdefault("data_collator", DFlashCollator(pad_token_id or 0, args.padding_side, multiple))
         kwargs.setdefault("compute_metrics", self._evaluation_metrics)
         super().__init__(
             model=model,

@@ -58,6 +58,13 @@ class DFlashTrainingArguments(TrainingArguments):
         },
     )
     padding_side: str = field(default="right", metadata={"help": "'right' or 'left'; the result is the same."})
+    pad_to_multiple_of: int | None = field(
+        default=None,
+        metadata={
+            "help": "Batches are padded to a multiple of this length. By default 512 where FlexAttention runs, whose "
+            "kernels are compiled by shape, and 1 elsewhere; the result is the same."
+        },
+    )
     slot_weights: str = field(
         default="decay",
         metadata={"help": "Weights of the slots: 'decay' (by position), 'dpace' (by confidence) or 'uniform'."},
@@ -150,6 +157,7 @@ class DFlashTrainingArguments(TrainingArguments):
             ("max_length", 2),
             ("head_chunk_size", 1),
             ("kl_top_k", 1),
+            ("pad_to_multiple_of", 1),
             ("eval_generate_prompts", 0),
             ("eval_generate_max_new_tokens", 1),
         ):

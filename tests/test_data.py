@@ -343,3 +343,13 @@ def test_columns_that_only_later_rows_have_are_kept():
     prepared = prepare_dataset(rows, None, max_length=9)
     assert prepared["supervised_mask"][:] == [[True, True], [False, False, True]]
     assert prepared["sample_id"][:] == [0, 7]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_of_five_lengths_have_one_shape_if_padded_to_a_multiple(side):
+    collate = DFlashCollator(padding_side=side, pad_to_multiple_of=16)
+    for length in (17, 20, 25, 31, 32):
+        row = {"input_ids": list(range(length)), "supervised_mask": [True] * length, "sample_id": 0}
+        batch = collate([row])
+        assert batch["input_ids"].shape == (1, 32)
+        assert batch["input_ids"][batch["token_valid_mask"]].tolist() == row["input_ids"]
