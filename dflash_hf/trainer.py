@@ -361,6 +361,8 @@ class DFlashTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Keeps Trainer's contract; adds what `generate` itself reaches on the first rows, if asked for."""
+        if self.get_tp_size() > 1:  # these ranks repeat rows; the usual cut of repetitions would take others
+            self.gather_function = self.accelerator.gather
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
         )
@@ -525,12 +527,6 @@ class DFlashTrainer(Trainer):
             agree_on=largest_of_all_ranks if self.accelerator.num_processes > 1 else int,
         )
         return serving_statistics(accepted, **tensors, end_token_ids=self._end_token_ids, segment_ids=segment_ids)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Keeps Trainer's contract; with tensor parallelism the usual cut would take rows for repetitions."""
-        if self.get_tp_size() > 1:
-            self.gather_function = self.accelerator.gather
-        return super().evaluation_loop(*args, **kwargs)
 
     def _evaluation_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         statistics = torch.as_tensor(prediction.predictions)
