@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -321,7 +321,7 @@ class _AnyHead(torch.autograd.Function):
         return gradient * gradients[0][:, None].to(gradient.dtype), None, None
 
 
-def is_plain_head(head: nn.Module) -> bool:
+def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
     """
     Whether the head is one floating-point matrix that can be read directly.
 

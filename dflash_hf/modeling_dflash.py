@@ -454,6 +454,12 @@ def embed_tokens(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         embedding.embed_norm = embed_norm
 
 
+def _split_again(module: Any) -> None:
+    """After a forward pass a module of FSDP2 may still hold gathered weights, which it will free some day."""
+    if hasattr(module, "reshard"):
+        module.reshard()
+
+
 def with_whole_weights(module: nn.Module) -> nn.Module:
     """
     A module of the target as it would be in one process.
@@ -468,13 +474,12 @@ def with_whole_weights(module: nn.Module) -> nn.Module:
         `nn.Module`: the module itself if its weights are whole, else a copy with whole weights and without the hooks
         that gather or exchange parts of them.
     """
-    if hasattr(module, "reshard"):
-        module.reshard()  # after a forward pass it may still hold gathered weights, which FSDP2 will free
+    _split_again(module)
     parameters = dict(module.named_parameters(recurse=False))
     if not any(hasattr(parameter, "full_tensor") for parameter in parameters.values()):
         return module
     # FSDP2 puts a class of its own in front of the module's
-    module_class = next(kind for kind in type(module).__mro__ if not hasattr(kind, "reshard"))
+    module_class: Any = next(kind for kind in type(module).__mro__ if not hasattr(kind, "reshard"))
     whole = module_class.__new__(module_class)
     whole.__dict__.update(module.__dict__)
     whole.__dict__.pop("forward", None)  # tensor parallelism wraps it
@@ -572,7 +577,7 @@ def check_distributed_config(config: DFlashConfig, distributed_config: Distribut
     """
     for field, is_asked in (
         ("enable_sequence_parallel=True", distributed_config.enable_sequence_parallel),
-        (f"pp_size={distributed_config.pp_size}", distributed_config.pp_size > 1),
+        (f"pp_size={distributed_config.pp_size}", distributed_config.pp_size not in (None, 1)),
     ):
         if is_asked:
             raise ValueError(
@@ -725,8 +730,8 @@ class DFlashDraftModel(DFlashBody):
                     distributed_config = DistributedConfig.from_dict(distributed_config)
                 config = kwargs.get("config")
                 if not isinstance(config, DFlashConfig):
-                    names = ("token", "cache_dir", "local_files_only", "revision", "subfolder")
-                    hub_kwargs = {name: kwargs[name] for name in names if name in kwargs}
+                    looked_up = ("token", "cache_dir", "local_files_only", "revision", "subfolder")
+                    hub_kwargs = {name: kwargs[name] for name in looked_up if name in kwargs}
                     config = DFlashConfig.from_pretrained(config or pretrained_model_name_or_path, **hub_kwargs)
                 check_distributed_config(config, distributed_config)
             loaded: Any = super().from_pretrained(
@@ -798,8 +803,7 @@ class DFlashDraftModel(DFlashBody):
                     f"The target {describe_target(target)} has no language model head. Load it with "
                     "AutoModelForCausalLM (or its multimodal counterpart), not AutoModel."
                 )
-            if hasattr(target, "reshard"):
-                target.reshard()
+            _split_again(target)
             embedding, head = with_whole_weights(target.get_input_embeddings()), with_whole_weights(head)
             modules = TargetModules(embedding, head, describe_target(target), follow=False)
             target_config = target.config

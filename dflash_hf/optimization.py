@@ -80,7 +80,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if not isinstance(parameter, DTensor) or parameter.grad is None:
                 self._muon.step()
                 continue
-            state, sharded_gradient = self.state[parameter], parameter.grad
+            state: dict[str, DTensor] = self.state[parameter]
+            sharded_gradient: Any = parameter.grad
             whole = [Replicate()] * parameter.device_mesh.ndim
             parameter.grad = sharded_gradient.redistribute(placements=whole)
             if "momentum_buffer" in state:
