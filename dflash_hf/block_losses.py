@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 
 from .attention_mask import training_masks
 from .batch_plan import DFlashBatchPlan
@@ -123,20 +124,23 @@ def block_losses(
     supervised_rows = plan.sample_rows[:, None].expand_as(supervised)[supervised]
     label_positions = plan.label_positions[supervised]
     labels = input_ids[supervised_rows, label_positions]
-    losses = head_losses(
-        draft.get_output_embeddings(),
-        hidden_states[supervised],
-        labels,
-        terms=terms,
-        # the target's state before a token predicts it
-        target_states=None
-        if final_hidden_states is None
-        else final_hidden_states[supervised_rows, label_positions - 1],
-        compute_target_logits=compute_target_logits,
-        chunk_size=head_chunk_size,
-    )
+    # the target's state before a token predicts it
+    target_states = None if final_hidden_states is None else final_hidden_states[supervised_rows, label_positions - 1]
+    head = draft.get_output_embeddings()
+    with align_module_device(head):  # fetches a weight that accelerate offloaded
+        device = head.weight.device if isinstance(head.weight, torch.Tensor) else labels.device
+        losses = head_losses(
+            head,
+            hidden_states[supervised].to(device),
+            labels.to(device),
+            terms=terms,
+            target_states=None if target_states is None else target_states.to(device),
+            compute_target_logits=compute_target_logits,
+            chunk_size=head_chunk_size,
+        )
 
     def scatter(values: torch.Tensor) -> torch.Tensor:
+        values = values.to(labels.device)
         return torch.zeros(supervised.shape, dtype=values.dtype, device=values.device).masked_scatter(
             supervised, values
         )

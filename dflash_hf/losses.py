@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -321,11 +321,21 @@ class _AnyHead(torch.autograd.Function):
         return gradient * gradients[0][:, None].to(gradient.dtype), None, None
 
 
-def is_plain_head(head: nn.Module) -> bool:
-    """Whether the head is one floating-point matrix that can be read directly."""
+def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """
+    Whether the head is one floating-point matrix that can be read directly.
+
+    Not so if it has a bias or a class of its own (quantised, adapted, sharded by FSDP2), or if its weight is split
+    over ranks, or away until accelerate's hooks fetch it for a forward pass.
+    """
     weight: Any = head.weight
-    is_linear = type(head) is nn.Linear and head.bias is None
-    return is_linear and type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and type(weight) in (nn.Parameter, torch.Tensor)
+        and weight.is_floating_point()
+        and weight.device.type != "meta"
+    )
 
 
 def head_losses(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DFlashCache
+from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -60,11 +63,30 @@ class _LeanRMSNorm(torch.autograd.Function):
         return x_gradient, weight_gradient, None
 
 
+class _SumGradient(torch.autograd.Function):
+    """The tensor itself; its gradient is summed over the ranks of a process group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+        gradient = gradients[0].clone()
+        torch.distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
 class DFlashRMSNorm(nn.Module):
     """
     Scale by the root mean square over the last axis, in fp32.
 
     The result comes in the dtype of the products that follow, so that autocast has nothing left to copy.
+
+    Under tensor parallelism each rank norms its own heads with one shared weight: `group` sums the weight's gradient
+    over the ranks. (The plan entry `replicated_with_grad_allreduce` of transformers sums what `.grad` holds by then,
+    so that earlier micro-batches of an accumulation window count more than once.)
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -72,11 +94,12 @@ class DFlashRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, group: Any = None) -> torch.Tensor:
+        weight = self.weight if group is None else _SumGradient.apply(self.weight, group)
         if x.device.type == "cpu" and torch.is_grad_enabled():
-            normed = _LeanRMSNorm.apply(x.float(), self.weight.float(), self.eps)
+            normed = _LeanRMSNorm.apply(x.float(), weight.float(), self.eps)
         else:
-            normed = nn.functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+            normed = nn.functional.rms_norm(x.float(), weight.shape, weight.float(), self.eps)
         return normed.to(product_dtype(x))
 
 
@@ -222,8 +245,10 @@ class DFlashAttention(nn.Module):
         # Project the two sources apart and join the small results: the wide inputs are never copied.
         key = torch.cat([heads(self.k_proj(context)), heads(self.k_proj(hidden_states))], dim=1)
         value = torch.cat([heads(self.v_proj(context)), heads(self.v_proj(hidden_states))], dim=1)
-        query = self.q_norm(heads(self.q_proj(hidden_states))).transpose(1, 2)
-        key, value = self.k_norm(key).transpose(1, 2), value.transpose(1, 2)
+        mesh = getattr(self.k_proj.weight, "device_mesh", None)  # of a weight split by tensor parallelism
+        group = None if mesh is None else mesh.get_group()
+        query = self.q_norm(heads(self.q_proj(hidden_states)), group).transpose(1, 2)
+        key, value = self.k_norm(key, group).transpose(1, 2), value.transpose(1, 2)
 
         cos, sin = rotary
         query = apply_rotary(query, cos[:, :, -num_queries:], sin[:, :, -num_queries:])
@@ -429,6 +454,47 @@ def embed_tokens(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         embedding.embed_norm = embed_norm
 
 
+def _split_again(module: Any) -> None:
+    """After a forward pass a module of FSDP2 may still hold gathered weights, which it will free some day."""
+    if hasattr(module, "reshard"):
+        module.reshard()
+
+
+def with_whole_weights(module: nn.Module) -> nn.Module:
+    """
+    A module of the target as it would be in one process.
+
+    The weights of a target that is split over ranks (FSDP2, tensor parallelism) are gathered, once, since they are
+    frozen; every rank must make this call at the same time.
+
+    Args:
+        module (`nn.Module`): embedding or head; unchanged.
+
+    Returns:
+        `nn.Module`: the module itself if its weights are whole, else a copy with whole weights and without the hooks
+        that gather or exchange parts of them.
+    """
+    _split_again(module)
+    parameters = dict(module.named_parameters(recurse=False))
+    if not any(hasattr(parameter, "full_tensor") for parameter in parameters.values()):
+        return module
+    # FSDP2 puts a class of its own in front of the module's
+    module_class: Any = next(kind for kind in type(module).__mro__ if not hasattr(kind, "reshard"))
+    whole = module_class.__new__(module_class)
+    whole.__dict__.update(module.__dict__)
+    whole.__dict__.pop("forward", None)  # tensor parallelism wraps it
+    whole._forward_pre_hooks, whole._forward_hooks = OrderedDict(), OrderedDict()
+    whole._modules = dict(module._modules)
+    whole._parameters = {
+        **module._parameters,
+        **{
+            name: nn.Parameter(parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter, False)
+            for name, parameter in parameters.items()
+        },
+    }
+    return whole
+
+
 class TargetModules:
     """
     The target's embedding and head, held by a draft without being part of it.
@@ -495,6 +561,38 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
     model.requires_grad_(False)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     return TargetModules(embedding, head, repr(name_or_path), follow=True), full_config
+
+
+def check_distributed_config(config: DFlashConfig, distributed_config: DistributedConfig) -> None:
+    """
+    Refuse a parallel layout that the draft cannot be split into, before anything is loaded.
+
+    Args:
+        config (`DFlashConfig`): of the draft.
+        distributed_config (`DistributedConfig`): the layout asked for.
+
+    Raises:
+        ValueError: the tensor-parallel size does not divide the heads and the MLP, or the layout splits what a draft
+            keeps whole; the message gives field, value and rule.
+    """
+    for field, is_asked in (
+        ("enable_sequence_parallel=True", distributed_config.enable_sequence_parallel),
+        (f"pp_size={distributed_config.pp_size}", distributed_config.pp_size not in (None, 1)),
+    ):
+        if is_asked:
+            raise ValueError(
+                f"distributed_config has {field}: a draft is split by tensor parallelism only (tp_size). Leave it out."
+            )
+    tp_size = distributed_config.tp_size
+    sizes = {
+        name: getattr(config, name) for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+    }
+    uneven = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % tp_size)
+    if uneven:
+        raise ValueError(
+            f"distributed_config has tp_size={tp_size}, which does not divide the draft's {uneven}. Use a divisor of "
+            f"{math.gcd(*sizes.values())}, the largest size that fits."
+        )
 
 
 class DFlashDraftModel(DFlashBody):
@@ -580,8 +678,11 @@ class DFlashDraftModel(DFlashBody):
         A trained head is large: behind a norm of weight 1 a new draft starts out confident and wrong, and spends a
         good part of a short training on forgetting that.
         """
-        weight = self.get_output_embeddings().weight
+        head = self.get_output_embeddings()
+        weight = head.weight
         if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # not so in a quantised head
+            if weight.device.type == "meta":  # offloaded; the hook of accelerate fetches it for a forward pass
+                weight = head(torch.eye(weight.shape[1], dtype=weight.dtype)).t()
             if not hasattr(weight, "device_mesh"):  # a sharded weight is never quantised
                 weight = weight.dequantize()  # torchao's weights look like floating ones
             self.norm.weight.fill_(1 / weight.float().norm(dim=-1).mean().item())
@@ -612,12 +713,27 @@ class DFlashDraftModel(DFlashBody):
 
         Raises:
             OSError: nothing is there, or the weights are damaged.
-            ValueError: tensors are missing, unknown or of another shape, or a live target does not fit.
+            ValueError: tensors are missing, unknown or of another shape, a live target does not fit, or the draft
+                cannot be split as `distributed_config` asks.
         """
         # A live model must not reach transformers' argument handling, which deep-copies.
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with names
         try:
+            if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
+                raise ValueError(
+                    "tp_plan= and tp_size= are deprecated in transformers. Pass "
+                    "distributed_config=DistributedConfig(tp_size=...)."
+                )
+            if distributed_config := kwargs.get("distributed_config"):
+                if isinstance(distributed_config, dict):
+                    distributed_config = DistributedConfig.from_dict(distributed_config)
+                config = kwargs.get("config")
+                if not isinstance(config, DFlashConfig):
+                    looked_up = ("token", "cache_dir", "local_files_only", "revision", "subfolder")
+                    hub_kwargs = {name: kwargs[name] for name in looked_up if name in kwargs}
+                    config = DFlashConfig.from_pretrained(config or pretrained_model_name_or_path, **hub_kwargs)
+                check_distributed_config(config, distributed_config)
             loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
@@ -663,24 +779,33 @@ class DFlashDraftModel(DFlashBody):
 
         Args:
             target (`str` or `PreTrainedModel`):
-                Hub name or folder (only embedding and head are read), or the live target (nothing is copied).
+                Hub name or folder (only embedding and head are read), or the live target (nothing is copied, unless
+                it is split over ranks: embedding and head are then gathered).
             **hub_kwargs:
                 `revision`, `token`, `cache_dir`, `local_files_only` of the target.
 
         Raises:
-            ValueError: the pair does not fit (width, vocabulary, tapped layers, mask token); both names are given.
+            ValueError: the pair does not fit (width, vocabulary, tapped layers, mask token); both names are given. Or
+                the target's embedding is offloaded.
             UntiedDraftError: the target cannot be read.
         """
         if isinstance(target, str):
             modules, target_config = load_target_modules(target, **hub_kwargs)
         else:
+            if target.device.type == "meta":
+                raise ValueError(
+                    f"The first weights of the target {describe_target(target)} are on the meta device: accelerate "
+                    "offloaded even its embedding, or it was built without weights. Give it more memory in device_map."
+                )
             head = target.get_output_embeddings()
             if head is None:
                 raise ValueError(
                     f"The target {describe_target(target)} has no language model head. Load it with "
                     "AutoModelForCausalLM (or its multimodal counterpart), not AutoModel."
                 )
-            modules = TargetModules(target.get_input_embeddings(), head, describe_target(target), follow=False)
+            _split_again(target)
+            embedding, head = with_whole_weights(target.get_input_embeddings()), with_whole_weights(head)
+            modules = TargetModules(embedding, head, describe_target(target), follow=False)
             target_config = target.config
         self._check_pair(modules, target_config)
         object.__setattr__(self, "_target_modules", modules)
@@ -748,7 +873,7 @@ class DFlashDraftModel(DFlashBody):
             (*anchor_token_ids.shape, self.config.block_size), self.config.mask_token_id
         )
         block_ids[..., 0] = anchor_token_ids
-        return embed_tokens(self.get_input_embeddings(), block_ids.flatten(1))
+        return embed_tokens(self.get_input_embeddings(), block_ids.flatten(1)).to(anchor_token_ids.device)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -17,8 +19,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
     Orthogonalised updates (Muon) for 2-D weights, AdamW for norms and biases, at one learning rate.
 
-    Parameter groups and state are shared with the two inner optimizers, so that schedulers, checkpoints and
-    `zero_grad` see one ordinary optimizer.
+    A sharded weight (FSDP2, tensor parallelism) is updated as if it were whole: its gradient and momentum are gathered
+    for the time of its update, one matrix after the other. Parameter groups and state are shared with the two inner
+    optimizers, so that schedulers, checkpoints and `zero_grad` see one ordinary optimizer.
 
     Args:
         model (`nn.Module`): its trainable parameters are optimised.
@@ -65,9 +68,28 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._muon.step()
+        self._step_matrices()
         self._adamw.step()
         return loss
+
+    def _step_matrices(self) -> None:
+        """Step Muon matrix by matrix, each of them whole: the update of a part is not a part of the update."""
+        (group,) = groups = self._muon.param_groups
+        for parameter in group["params"]:
+            self._muon.param_groups = [{**group, "params": [parameter]}]
+            if not isinstance(parameter, DTensor) or parameter.grad is None:
+                self._muon.step()
+                continue
+            state: dict[str, DTensor] = self.state[parameter]
+            sharded_gradient: Any = parameter.grad
+            whole = [Replicate()] * parameter.device_mesh.ndim
+            parameter.grad = sharded_gradient.redistribute(placements=whole)
+            if "momentum_buffer" in state:
+                state["momentum_buffer"] = state["momentum_buffer"].redistribute(placements=whole)
+            self._muon.step()
+            parameter.grad = sharded_gradient
+            state["momentum_buffer"] = state["momentum_buffer"].redistribute(placements=parameter.placements)
+        self._muon.param_groups = groups
 
 
 def make_muon_with_adamw() -> type[MuonWithAdamW]:
@@ -78,6 +100,8 @@ def make_muon_with_adamw() -> type[MuonWithAdamW]:
 class TimeBudget(TrainerCallback, ExportableState):
     """
     Stop training after some minutes of optimizer steps; evaluation, saving and data preparation do not count.
+
+    Of several ranks the first one keeps the clock, so that all stop, and set the learning rate, at the same step.
 
     Args:
         minutes (`float`): the budget; what an interrupted run has used is in its checkpoint.
@@ -106,6 +130,8 @@ class TimeBudget(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._step_start is not None:
             self.elapsed_s += time.monotonic() - self._step_start
+        if args.world_size > 1:
+            self.elapsed_s = broadcast(torch.tensor(self.elapsed_s, dtype=torch.float64, device=args.device)).item()
         if self.progress >= 1.0:
             control.should_training_stop = True
 

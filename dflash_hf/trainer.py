@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 import torch
+from accelerate import ParallelismConfig
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 from transformers.utils import logging
@@ -95,6 +99,7 @@ class DFlashTrainer(Trainer):
         if isinstance(target, str):
             target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         target = without_peft(target)
+        _check_processes(args, model, target)
         model.tie_target(target)
         # Not frozen with requires_grad_(False): nothing here asks for its gradients, and generate on a CPU would then
         # copy the whole head in every draft step (matmul folds a sliced input only if the weight requires a gradient).
@@ -134,6 +139,7 @@ class DFlashTrainer(Trainer):
             **kwargs,
         )
         self.draft = model
+        self._draft_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
         self.time_budget = TimeBudget(args.max_train_minutes) if args.max_train_minutes is not None else None
         if self.time_budget is not None:
             self.add_callback(self.time_budget)
@@ -322,6 +328,25 @@ class DFlashTrainer(Trainer):
             logger.warning(f"{message}.")
         return f"{message}."
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Keeps Trainer's contract."""
+        with _target_out_of_sight(self.draft):
+            return super()._prepare_for_training(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Keeps Trainer's contract; next to sharded checkpoints, too, a draft is saved whole: it is small."""
+        if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+            self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Keeps Trainer's contract; FSDP2 put a class of its own over the draft's, which the folder must not name."""
+        sharded_class, self.draft.__class__ = self.draft.__class__, self._draft_class
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.draft.__class__ = sharded_class
+
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Keeps Trainer's contract; raw rows are taken too."""
         if not isinstance(eval_dataset, str):  # a name of one of several evaluation sets
@@ -340,6 +365,8 @@ class DFlashTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Keeps Trainer's contract; adds what `generate` itself reaches on the first rows, if asked for."""
+        if self.get_tp_size() > 1:  # these ranks repeat rows; the usual cut of repetitions would take others
+            self.gather_function = self.accelerator.gather
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
         )
@@ -457,9 +484,9 @@ class DFlashTrainer(Trainer):
         return (loss, losses) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Keeps Trainer's contract; adds the acceptance length of the blocks trained since the last log."""
+        """Keeps Trainer's contract; adds the acceptance length of all ranks' blocks since the last log."""
         if "loss" in logs and self._train_statistics is not None:
-            logs["accept_len"] = summarize(self._train_statistics)["accept_len"]
+            logs["accept_len"] = summarize(self.accelerator.gather(self._train_statistics))["accept_len"]
             self._train_statistics = None
         super().log(logs, start_time)
 
@@ -507,6 +534,9 @@ class DFlashTrainer(Trainer):
 
     def _evaluation_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         statistics = torch.as_tensor(prediction.predictions)
+        if self.get_tp_size() > 1:  # the ranks that share a draft repeat each other's rows
+            _, first = numpy.unique(prediction.label_ids, return_index=True)
+            statistics = statistics[torch.as_tensor(first)]
         statistics, walk = statistics.tensor_split([2 + 2 * self.draft.config.block_size], dim=-1)
         denominator = None
         if self.args.slot_weights == "dpace":
@@ -537,6 +567,55 @@ class DFlashTrainer(Trainer):
 
 def _length_of(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """Refuse ways to spread training that would be wrong or that the draft cannot do, before anything is built."""
+    if args.n_gpu > 1:
+        if len(set((getattr(target, "hf_device_map", None) or {}).values())) > 1:
+            args._n_gpu = 1  # the other devices are the target's
+        else:
+            raise ValueError(
+                f"This one process sees {args.n_gpu} GPUs, which Trainer would use through nn.DataParallel; the loss "
+                "of a step is exact with one process for each GPU only. Start training with `accelerate launch` or "
+                "`torchrun --nproc-per-node`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
+            )
+    if getattr(args.deepspeed_plugin, "zero_stage", None) == 3:
+        raise ValueError(
+            "DeepSpeed has zero_stage=3, which splits the weights of the target, too, as it is loaded; a draft reads "
+            "its embedding and head whole. Use stage 2, or FSDP2."
+        )
+    sizes = args.parallelism_config or ParallelismConfig()  # unset: what `accelerate launch` put in the environment
+    for name, size in (("cp_size", sizes.cp_size), ("sp_size", sizes.sp_size)):
+        if size is not None and size > 1:
+            raise ValueError(
+                f"parallelism_config has {name}={size}: a row's blocks and its context cannot be split over ranks. "
+                f"Leave {name} at 1 and use more data-parallel ranks or tensor parallelism."
+            )
+    if sizes.tp_size is not None and sizes.tp_size > 1 and draft.tp_size in (None, 1):
+        raise ValueError(
+            f"parallelism_config has tp_size={sizes.tp_size}, but the draft was not loaded for tensor parallelism. "
+            f"Load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size={sizes.tp_size}))."
+        )
+    if (getattr(target, "tp_size", None) or 1) not in (1, draft.tp_size or 1):
+        raise ValueError(
+            f"The target has tp_size={target.tp_size} and the draft tp_size={draft.tp_size or 1}: the ranks of a "
+            "tensor-parallel target must see the same rows. Load both with the same distributed_config, or shard the "
+            "target with FSDP2 (fully_shard)."
+        )
+
+
+@contextmanager
+def _target_out_of_sight(draft: DFlashDraftModel) -> Iterator[None]:
+    """accelerate shards what `get_input_embeddings` names together with the draft, and that is the target's."""
+    names = ("get_input_embeddings", "get_output_embeddings")
+    for name in names:
+        setattr(draft, name, lambda: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(draft, name)
 
 
 def _statistics(losses: BlockLosses, rows: int) -> torch.Tensor:

@@ -192,6 +192,8 @@ class DFlashTrainingArguments(TrainingArguments):
                 )
             if self.max_steps <= 0:
                 self.max_steps = 1_000_000  # the clock ends the run
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False  # every weight is used in every pass, even without any block
         if self.bf16 and not torch.accelerator.is_available():
             self.use_cpu = True  # bf16 autocast works on a CPU, and Trainer wants to be told
         super().__post_init__()
