@@ -122,6 +122,29 @@ def test_passes_padding_and_chunks_do_not_change_the_walk(half_trained):
     assert torch.equal(accepted[left["token_valid_mask"]], expected[batch["token_valid_mask"]])
 
 
+@torch.no_grad()
+def test_a_packed_row_is_accepted_where_its_documents_are(half_trained):
+    """Their states stand side by side, as computed for each document alone."""
+    target, draft, rows = half_trained
+    layer_ids = draft.config.target_layer_ids
+    batches = [batch_of(target, [row]) for row in rows[:3]]
+    states = [target_hidden_states(target, b["input_ids"], b["token_valid_mask"], layer_ids) for b in batches]
+    packed = {name: torch.cat([batch[name] for batch in batches], dim=1) for name in batches[0]}
+    segment_ids = torch.cat([torch.full_like(b["input_ids"], index) for index, b in enumerate(batches)], dim=1)
+    accepted = accepted_at_every_anchor(
+        draft,
+        draft,
+        **packed,
+        context_hidden_states=torch.cat(states, dim=1),
+        blocks_per_pass=32,
+        segment_ids=segment_ids,
+    )
+    separate = [accepted_of(target, draft, batch, blocks_per_pass=32) for batch in batches]
+    assert torch.equal(accepted, torch.cat(separate, dim=1))
+    totals = [serving_statistics(part, **batch) for part, batch in zip(separate, batches, strict=True)]
+    assert torch.equal(serving_statistics(accepted, **packed, segment_ids=segment_ids), sum(totals))
+
+
 def test_the_walk_equals_native_generation_pass_by_pass(half_trained):
     """Answers that the length limit cut, of several lengths, and answers that an end token ended."""
     target, draft, rows = half_trained
