@@ -39,17 +39,24 @@ class LiveProgress(TrainerCallback):
             self.task = self.progress.add_task("", total=1.0, step=state.global_step, loss="–", accept_len="–")
             self.progress.start()
 
+    def _share(self, state: Any) -> float:
+        budget = self.trainer.time_budget
+        return budget.progress if budget is not None else state.global_step / max(state.max_steps, 1)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.task is not None:
-            budget = self.trainer.time_budget
-            share = budget.progress if budget is not None else state.global_step / max(state.max_steps, 1)
-            self.progress.update(self.task, completed=share, step=state.global_step)
+            self.progress.update(self.task, completed=self._share(state), step=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.task is None or not logs:
             return
         if "accept_len" in logs:
             self.progress.update(self.task, loss=f"{logs['loss']:.3f}", accept_len=f"{logs['accept_len']:.2f}")
+            if not self.progress.console.is_terminal:  # a log file has no live line
+                self.progress.console.print(
+                    f"step {state.global_step} ({self._share(state):.0%}): loss {logs['loss']:.3f}, "
+                    f"acceptance length {logs['accept_len']:.2f}"
+                )
         if "eval_accept_len" in logs:
             self.progress.console.print(
                 f"step {state.global_step}: held-out loss {logs['eval_loss']:.3f}, {describe_acceptance(logs)}"
