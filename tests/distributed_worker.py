@@ -67,6 +67,7 @@ def make_trainer(out: Path, ranks: int, draft=None, target=None, rows=None, **ov
         "max_steps": 3,
         "per_device_train_batch_size": ROWS // ranks // overrides.get("gradient_accumulation_steps", 1),
         "per_device_eval_batch_size": 2,
+        "eval_serving": True,
         "optim": "sgd",
         "learning_rate": 1.0,
         "lr_scheduler_type": "constant",
@@ -225,7 +226,8 @@ def with_fully_sharded_target(out: Path, ranks: int) -> dict[str, Any]:
         for module in (*target.model.layers, target):
             fully_shard(module)
         target(torch.ones(1, 3, dtype=torch.long))  # leaves the weights of the root gathered
-    found = trained(out, ranks, draft=make_draft(make_target(tie_word_embeddings=True)), target=target)
+    draft = make_draft(make_target(tie_word_embeddings=True))
+    found = trained(out, ranks, draft=draft, target=target, soft_labels=True)  # which needs the target's logits, too
     found["target_has_gradients"] = any(parameter.grad is not None for parameter in target.parameters())
     return found
 

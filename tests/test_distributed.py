@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert launch.returncode == 0, launch.stderr[-8000:]
     return folder
@@ -109,6 +109,7 @@ def test_what_is_logged_is_of_all_ranks_together(ranks, single, name):
 @pytest.mark.parametrize("name", EXACT)
 def test_evaluation_on_two_ranks_equals_one_process(ranks, single, name):
     """Five rows in batches of two on two ranks: the last batch is uneven."""
+    assert "eval_serving_accept_len" in ranks[name]["metrics"]
     assert ranks[name]["metrics"] == pytest.approx(single(name)["metrics"], rel=1e-5)
 
 
