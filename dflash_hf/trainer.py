@@ -365,6 +365,11 @@ class DFlashTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Keeps Trainer's contract; adds what `generate` itself reaches on the first rows, if asked for."""
+        if self.accelerator.is_fsdp2 and not any(isinstance(module, FSDPModule) for module in self.draft.modules()):
+            raise RuntimeError(
+                "FSDP2 splits the draft when training starts, so it cannot be evaluated before. Evaluate after "
+                "train(), set eval_on_start=True, or evaluate without fsdp."
+            )
         if self.get_tp_size() > 1:  # these ranks repeat rows; the usual cut of repetitions would take others
             self.gather_function = self.accelerator.gather
         output = super().evaluation_loop(

@@ -119,6 +119,20 @@ def trained(out: Path, ranks: int, **kwargs: Any) -> dict[str, Any]:
     return results_of(trainer)
 
 
+def fully_sharded(out: Path, ranks: int, **kwargs: Any) -> dict[str, Any]:
+    """Evaluated when training starts; before that it cannot be."""
+    trainer = make_trainer(out, ranks, eval_strategy="steps", eval_steps=3, eval_on_start=True, **kwargs)
+    refusal = None
+    if ranks > 1:
+        try:
+            trainer.evaluate()
+        except RuntimeError as error:
+            refusal = str(error)
+    trainer.train()
+    first = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    return {**results_of(trainer), "refusal": refusal, "first_eval_loss": first["eval_loss"]}
+
+
 def resumed(out: Path, ranks: int, **kwargs: Any) -> dict[str, Any]:
     """Four steps; and, in a new trainer, the last two of them from the checkpoint of the second one."""
     kwargs = {**kwargs, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -265,7 +279,7 @@ SCENARIOS: dict[str, Callable[[Path, int], Any]] = {
     "tensor_parallel": tensor_parallel_trained,
     "tensor_parallel_muon": lambda out, ranks: tensor_parallel_trained(out, ranks, max_steps=1, **MUON),
     "tensor_parallel_target": with_tensor_parallel_target,
-    "fsdp": lambda out, ranks: trained(
+    "fsdp": lambda out, ranks: fully_sharded(
         out, ranks, gradient_accumulation_steps=2 if ranks > 1 else 1, **sharding(ranks)
     ),
     "fsdp_checkpointing": lambda out, ranks: trained(out, ranks, gradient_checkpointing=ranks > 1, **sharding(ranks)),

@@ -113,6 +113,11 @@ def test_evaluation_on_two_ranks_equals_one_process(ranks, single, name):
     assert ranks[name]["metrics"] == pytest.approx(single(name)["metrics"], rel=1e-5)
 
 
+def test_a_draft_under_fsdp2_is_evaluated_when_training_starts_and_not_before(ranks, single):
+    assert ranks["fsdp"]["first_eval_loss"] == pytest.approx(single("fsdp")["first_eval_loss"], rel=1e-5)
+    assert "eval_on_start=True" in ranks["fsdp"]["refusal"]
+
+
 @pytest.mark.parametrize("name", ["half", "none"])
 def test_a_rank_without_any_anchor_takes_part_with_a_zero_loss(ranks, single, name):
     ours, theirs = ranks["gradients"][name], single("gradients")[name]
