@@ -289,7 +289,9 @@ def _compared(fingerprint: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def weights_checksum(model: PreTrainedModel) -> str:
     """
-    Checksum of the names, shapes, dtypes and all bits of a model's weights, the same on every device.
+    Checksum of the names, shapes, dtypes and all bits of a model's weights, and of which adapters act how strongly.
+
+    It is the same on every device.
 
     Args:
         model (`PreTrainedModel`): also quantised; weights that are not in memory (`meta`) count by their shape.
@@ -311,6 +313,10 @@ def weights_checksum(model: PreTrainedModel) -> str:
             sums = words[:even].view(CHECKSUM_SEGMENTS, -1).sum(1)
             sums = torch.cat([sums, words[even:].sum()[None], rest.sum()[None]])
             digest.update(sums.cpu().numpy().tobytes())
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):  # one that `peft` has put around a layer
+            settings = [getattr(module, key, None) for key in ("active_adapters", "disable_adapters", "scaling")]
+            digest.update(f"{name} {settings}".encode())
     return digest.hexdigest()
 
 

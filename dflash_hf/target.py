@@ -110,7 +110,7 @@ def target_hidden_states(
     first_real = None
     if not (token_valid_mask[:, 1:] <= token_valid_mask[:, :-1]).all():
         # A causal model never looks at later padding; so real tokens go first, and no mask is needed.
-        first_real = (~token_valid_mask).sort(dim=1, stable=True).indices
+        first_real = (~token_valid_mask).int().sort(dim=1, stable=True).indices
         input_ids = input_ids.gather(1, first_real)
     states = _states_of_text(target, input_ids.to(target.device), target_layer_ids, include_final_state)
     context = torch.cat([state.to(input_ids.device) for state in states], dim=-1)

@@ -409,6 +409,20 @@ def test_adapters_act_in_states_and_head_as_merged_weights_do():
     assert torch.equal(ours.embed_blocks(input_ids), theirs.embed_blocks(input_ids))
 
 
+def test_the_checksum_sees_the_strength_and_the_absence_of_adapters():
+    adapted = make_lora(make_target())
+    seen = [bits(adapted), bits(make_lora(make_target()))]
+    with adapted.disable_adapter():
+        seen.append(bits(adapted))
+    seen.append(bits(adapted))
+    for layer in adapted.modules():
+        if hasattr(layer, "base_layer"):
+            layer.set_scale("default", 2.0)
+    seen.append(bits(adapted))
+    assert seen[0] == seen[1] == seen[3]
+    assert len(set(seen)) == 3
+
+
 def test_the_end_of_text_of_an_adapted_target_reaches_the_data(tmp_path):
     target = make_target(eos_token_id=7)
     trainer = make_trainer(make_lora(target), tmp_path, rows=[{"input_ids": [1, 2, 3, 4, 5]}])
