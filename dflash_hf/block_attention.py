@@ -11,6 +11,8 @@ from .batch_plan import DFlashBatchPlan
 from .modeling_dflash import product_dtype
 
 QUERIES_PER_GROUP = 128
+# Context ranges begin and end at multiples of this: on a CPU every new shape of a product costs a compiled kernel.
+COLUMNS_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ def _group_blocks(visible: torch.Tensor, blocks_per_group: int) -> list[BlockGro
     blocks, length = visible.shape[1], visible.shape[3]
     slices = [slice(start, min(start + blocks_per_group, blocks)) for start in range(0, blocks, blocks_per_group)]
     first, end = _bounds(torch.stack([visible[:, part].flatten(0, 2).any(0) for part in slices]))
+    first = first // COLUMNS_STEP * COLUMNS_STEP
+    end = (-(-end // COLUMNS_STEP) * COLUMNS_STEP).clamp(max=length)
     seen_by_all = torch.stack([visible[:, part].flatten(0, 2).all(0) for part in slices])
     columns = torch.arange(length, device=visible.device)
     masked = _bounds(~seen_by_all & (columns >= first[:, None]) & (columns < end[:, None]))

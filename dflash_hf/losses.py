@@ -220,6 +220,7 @@ class HeadLosses:
 # cost nothing beside the matrix products; elsewhere they must keep the device busy.
 HEAD_TILES = {"cpu": (512, 2048)}
 DEFAULT_HEAD_TILE = (4096, 8192)
+SLOTS_STEP = 64
 
 
 class _FrozenLinearHead(torch.autograd.Function):
@@ -236,18 +237,21 @@ class _FrozenLinearHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_slots, vocab_size = labels.shape[0], weight.shape[0]
         max_slots, max_columns = HEAD_TILES.get(weight.device.type, DEFAULT_HEAD_TILE)
-        max_slots, max_columns = min(max_slots, max(num_slots, 1)), min(max_columns, vocab_size)
+        max_columns = min(max_columns, vocab_size)
         cross_entropy = torch.empty(num_slots, dtype=torch.float32, device=labels.device)
         is_correct = torch.empty(num_slots, dtype=torch.bool, device=labels.device)
         gradient = torch.empty_like(hidden_states) if ctx.needs_input_grad[0] else None
         # In the order of their labels: slots whose label is in a tile are neighbours, and only they are looked up.
         labels, order = labels.sort()
+        # Repeat the last slot up to a round number: on a CPU every new shape of a product costs a compiled kernel.
+        surplus = -num_slots % SLOTS_STEP if num_slots else 0
+        labels, order = (torch.cat([part, part[-1:].expand(surplus)]) for part in (labels, order))
         tile_starts = torch.arange(0, vocab_size + max_columns, max_columns, device=labels.device)
         first_slot_of_tile = torch.searchsorted(labels, tile_starts).tolist()
         # One pair of buffers for all tiles: on a CPU, fresh pages cost as much as the arithmetic.
         logits_buffer = weight.new_empty(max_slots * max_columns)
         exponentials_buffer = torch.empty(max_slots * max_columns, dtype=torch.float32, device=weight.device)
-        for start in range(0, num_slots, max_slots):
+        for start in range(0, len(order), max_slots):
             slots = order[start : start + max_slots]
             slot_states, slot_labels = hidden_states[slots].to(weight.dtype), labels[start : start + max_slots, None]
             best = torch.full(slot_labels.shape, float("-inf"), device=weight.device)

@@ -127,7 +127,7 @@ class DFlashTrainer(Trainer):
         pad_token_id = processing_class.pad_token_id if processing_class is not None else None
         multiple = args.pad_to_multiple_of
         if multiple is None:
-            multiple = 512 if attention_kind(args.block_attention, args.device) == "flex" else 1
+            multiple = 512 if attention_kind(args.block_attention, args.device) == "flex" else 32
         kwargs.setdefault("data_collator", DFlashCollator(pad_token_id or 0, args.padding_side, multiple))
         kwargs.setdefault("compute_metrics", self._evaluation_metrics)
         super().__init__(

@@ -25,9 +25,10 @@ def rows_with_padding() -> tuple[torch.Tensor, torch.Tensor]:
     return valid, segments
 
 
-@pytest.fixture(autouse=True)
-def two_blocks_a_group(monkeypatch):
+@pytest.fixture(autouse=True, params=[1, 4, 64])
+def two_blocks_a_group(request, monkeypatch):
     monkeypatch.setattr(block_attention, "QUERIES_PER_GROUP", 2 * (GAMMA + 1))
+    monkeypatch.setattr(block_attention, "COLUMNS_STEP", request.param)
 
 
 @pytest.mark.parametrize("window", [None, 4, 6])

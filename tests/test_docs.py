@@ -59,6 +59,25 @@ def test_readme_opens_with_the_two_set_up_commands_and_stays_short():
     assert len(text.splitlines()) <= 200
 
 
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_files_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    assert all(link.startswith("https://") or (path.parent / link).exists() for link in links)
+
+
+def test_arguments_named_in_the_training_guide_exist():
+    from dflash_hf.training_args import DFlashTrainingArguments
+
+    names = set(re.findall(r"`([a-z]+_[a-z_0-9]+)(?:=[^`]*)?`", (ROOT / "docs" / "training.md").read_text()))
+    columns = {"input_ids", "loss_mask", "accept_len", "device_map"}
+    metrics = {"eval_loss", "eval_accept_len", "eval_slot_accuracy_k", "eval_serving_accept_len"}
+    assert names - columns - metrics <= set(DFlashTrainingArguments.__dataclass_fields__)
+    assert len(names) > 15
+
+
 def test_readme_shell_flags_exist():
     from dflash_hf.cli.train import DraftAndDataArguments
     from dflash_hf.training_args import DFlashTrainingArguments

@@ -15,6 +15,7 @@ from dflash_hf.metrics import accepted_slots, row_statistics, summarize
 @pytest.fixture(params=[(1, 1), (3, 10), (5, 97), (512, 2048)])
 def tile(request, monkeypatch):
     monkeypatch.setitem(losses_module.HEAD_TILES, "cpu", request.param)
+    monkeypatch.setattr(losses_module, "SLOTS_STEP", 4)
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 7])
