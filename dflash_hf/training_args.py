@@ -17,15 +17,15 @@ class DFlashTrainingArguments(TrainingArguments):
     """
     [`~transformers.TrainingArguments`] with the arguments of block training.
 
-    The defaults of Trainer that do not suit a new draft are changed: learning rate, cosine schedule with warm-up, and
-    data columns are kept. The full help text of each field is in its metadata.
+    The defaults of Trainer that do not suit a new draft are changed: optimizer and learning rate, cosine schedule with
+    warm-up, and data columns are kept. The full help text of each field is in its metadata.
 
     Raises:
         ValueError: a value breaks its rule; the message gives field, value and rule.
     """
 
-    learning_rate: float = field(
-        default=6e-4, metadata={"help": "Peak learning rate. 6e-4 suits AdamW; Muon takes 2e-3 to 4e-3."}
+    learning_rate: float | None = field(  # type: ignore[assignment]  # set by __post_init__
+        default=None, metadata={"help": "Peak learning rate; by default 2e-3 with Muon and 6e-4 without."}
     )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Shape of the learning-rate schedule."})
     warmup_steps: float = field(
@@ -66,8 +66,8 @@ class DFlashTrainingArguments(TrainingArguments):
         },
     )
     slot_weights: str = field(
-        default="decay",
-        metadata={"help": "Weights of the slots: 'decay' (by position), 'dpace' (by confidence) or 'uniform'."},
+        default="dpace",
+        metadata={"help": "Weights of the slots: 'dpace' (by confidence), 'decay' (by position) or 'uniform'."},
     )
     loss_decay: float | None = field(
         default=None, metadata={"help": "Decay constant in slots; by default 4 (blocks of 8) to 7 (blocks of 16)."}
@@ -87,9 +87,11 @@ class DFlashTrainingArguments(TrainingArguments):
     )
     kl_top_k: int = field(default=10, metadata={"help": "Most likely tokens of the target in the KL divergence."})
     kl_temperature: float = field(default=1.0, metadata={"help": "Softens both sides of the KL divergence."})
-    use_muon: bool = field(
-        default=False,
-        metadata={"help": "Muon for 2-D weights and AdamW for the rest, instead of the optimizer named in `optim`."},
+    use_muon: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Muon for 2-D weights and AdamW for the rest. By default on, unless `optim` names an optimizer."
+        },
     )
     cache_target_states: str | None = field(
         default=None,
@@ -192,6 +194,10 @@ class DFlashTrainingArguments(TrainingArguments):
                 )
             if self.max_steps <= 0:
                 self.max_steps = 1_000_000  # the clock ends the run
+        if self.use_muon is None:
+            self.use_muon = self.optim == TrainingArguments.__dataclass_fields__["optim"].default
+        if self.learning_rate is None:
+            self.learning_rate = 2e-3 if self.use_muon else 6e-4
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every weight is used in every pass, even without any block
         if self.bf16 and not torch.accelerator.is_available():

@@ -73,6 +73,7 @@ def make_trainer(out: Path, ranks: int, draft=None, target=None, rows=None, **ov
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
         "anchors_per_sample": 8,
+        "slot_weights": "decay",
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",

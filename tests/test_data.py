@@ -318,7 +318,7 @@ def test_rows_can_be_grouped_by_length(target, tmp_path):
     rows = [{"input_ids": [1 + index] * (3 + (29 * index) % 64)} for index in range(64)]
     padding = {}
     for strategy in ("random", "group_by_length"):
-        trainer = make_trainer(target, tmp_path, rows=rows, train_sampling_strategy=strategy)
+        trainer = make_trainer(target, tmp_path, rows=rows, train_sampling_strategy=strategy, pad_to_multiple_of=1)
         batches = list(trainer.get_train_dataloader())
         assert sorted(sample for batch in batches for sample in batch["sample_ids"].tolist()) == list(range(64))
         padding[strategy] = sum(int((~batch["token_valid_mask"]).sum()) for batch in batches)

@@ -287,7 +287,8 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(tmp_pa
         trainer.training_step(trainer.model, batch, None)
         assert len(calls) == (4 if checkpointing else 2)
         found.append({name: parameter.grad for name, parameter in trainer.draft.named_parameters()})
-    assert_close(found[1], found[0], atol=1e-7)
+    # the reentrant kind first runs without gradients, which takes another kernel of the norm
+    assert_close(found[1], found[0], atol=1e-6)
 
 
 def test_a_compiled_draft_trains_evaluates_and_is_saved_like_a_plain_one(tmp_path):

@@ -40,6 +40,8 @@ def make_trainer(target, tmp_path, draft=None, rows=None, eval_rows=None, **over
         "max_steps": 4,
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-2,
+        "use_muon": False,
+        "slot_weights": "decay",
         "anchors_per_sample": 8,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -496,11 +498,11 @@ def test_terms_compare_with_the_targets_own_logits_one_position_before_the_slot(
 
     trainer._block_losses(keep_hidden_states, batch, trainer._plan(batch, 0))
     draft_logits = target.get_output_embeddings()(hidden[0]).view(*losses.loss.shape, -1)
-    padding = 12 - 9
+    first_columns = batch["token_valid_mask"].int().argmax(-1).tolist()
     for block, slot in losses.plan.loss_mask.nonzero().tolist():
         row = losses.plan.sample_rows[block].item()
         text = torch.tensor([rows[row]["input_ids"]])
-        position = losses.plan.label_positions[block, slot].item() - (padding if row == 1 else 0)
+        position = losses.plan.label_positions[block, slot].item() - first_columns[row]
         target_logits = target(text).logits[0, position - 1]
         terms = reference.target_terms(draft_logits[block, slot], target_logits, text[0, position].item(), 10, 1.5)
         expected = 0.3 * terms["kl"] + 0.7 * (terms["soft"] + 0.5 * terms["l1"])
@@ -524,3 +526,17 @@ def test_every_term_learns(values, target, tmp_path):
     after = trainer.evaluate()
     assert after["eval_loss"] < 0.9 * before["eval_loss"]
     assert after["eval_accept_len"] > before["eval_accept_len"]
+
+
+@pytest.mark.parametrize(
+    ("values", "use_muon", "learning_rate"),
+    [
+        ({}, True, 2e-3),
+        ({"optim": "sgd"}, False, 6e-4),
+        ({"use_muon": False}, False, 6e-4),
+        ({"optim": "sgd", "use_muon": True, "learning_rate": 0.1}, True, 0.1),
+    ],
+)
+def test_muon_is_the_default_unless_another_optimizer_is_named(values, use_muon, learning_rate, tmp_path):
+    args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
+    assert (args.use_muon, args.learning_rate) == (use_muon, learning_rate)

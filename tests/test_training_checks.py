@@ -322,7 +322,7 @@ def test_the_summary_is_shown_once_and_says_what_is_trained(tmp_path, tokenizer,
         "4 slots, target layers [0, 2] of 4, mask token 260 (<|system|>)",
         f"3 rows, {tokens} tokens, {6 / tokens:.0%} supervised",
         "1 steps, 2 rows and 2 blocks a step",
-        "Muon with AdamW, peak rate 0.0006, cosine, slot weights dpace",
+        "Muon with AdamW, peak rate 0.002, cosine, slot weights dpace",
         "target states in memory: 0.00 GiB",
     ):
         assert part in shown

@@ -82,8 +82,6 @@ def demo(
             per_device_eval_batch_size=batch_size,
             learning_rate=learning_rate,
             lr_scheduler_type="linear",
-            use_muon=True,
-            slot_weights="dpace",
             anchors_per_sample=anchors,
             max_length=512,
             cache_target_states="memory",
