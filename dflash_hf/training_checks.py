@@ -147,7 +147,8 @@ def summarize_training(
     cache = None
     if args.cache_target_states is not None and counts is not None:
         size = counts.tokens * draft.fc.in_features * target.dtype.itemsize / 2**30
-        cache = f"target states in {args.cache_target_states}: {size:.2f} GiB"
+        place = "on disk" if args.cache_target_states == "disk" else "in memory"
+        cache = f"target states {place}: {size:.2f} GiB"
     weights = args.slot_weights if args.loss_decay is None else f"{args.slot_weights} ({args.loss_decay:g})"
     return TrainingSummary(
         target=f"{describe_target(target)}, {_describe_weights(target)}, on {target.device}",

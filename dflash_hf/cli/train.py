@@ -124,7 +124,7 @@ def _read_argument_file(path: Path) -> dict[str, Any]:
 def train(context: typer.Context) -> None:
     """Train a draft: `dflash-hf train [FILE.yaml] --target T --dataset D …` (--help lists all arguments)."""
     pair, args = parse_arguments(context.args)
-    console = Console()
+    console = Console(quiet=args.process_index > 0)  # of several processes one speaks
     if pair.target is None or pair.dataset is None:
         raise ValueError("dflash-hf train needs --target and --dataset (or a file that names them).")
     rows = load_rows(pair.dataset, pair.dataset_config, pair.dataset_split)
