@@ -148,6 +148,12 @@ def _render(
                 "answer (a template that strips thinking or adds dates does this). Pass rows of `prompt` and "
                 "`completion` texts, or `input_ids` with `loss_mask`, or other chat_template_kwargs."
             )
+        else:
+            logger.warning_once(
+                "The chat template renders earlier answers of a conversation otherwise once it goes on (it strips "
+                "thinking, for instance): such answers are context and carry no loss. To train on them, give each "
+                "beginning of a conversation that ends with an answer as a row of its own."
+            )
     return text, spans
 
 

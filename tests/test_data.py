@@ -64,8 +64,9 @@ def test_input_ids_with_and_without_a_loss_mask():
         tokenize_row({"input_ids": [5, 6, 7], "loss_mask": [1]}, None, max_length=9)
 
 
-def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_one(tokenizer):
+def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_one_and_says_so(tokenizer, caplog):
     """Case 11: never silently everything or nothing."""
+    data.logger.warning_once.cache_clear()  # other tests may have had the warning
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>"
         "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
@@ -73,7 +74,12 @@ def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_on
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     thought = {"role": "assistant", "content": "<think>hm</think>4"}
-    assert supervised_text(tokenizer, {"messages": [USER, thought, USER, thought]}) == "<think>hm</think>4<|end|>"
+    row = {"messages": [USER, thought, USER, thought]}
+    assert [supervised_text(tokenizer, row) for _ in range(2)] == ["<think>hm</think>4<|end|>"] * 2
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "The chat template renders earlier answers of a conversation otherwise once it goes on (it strips thinking, "
+        "for instance)"
+    ]
 
 
 def test_a_template_whose_prompt_cannot_be_found_raises(tokenizer):
