@@ -11,7 +11,7 @@ from accelerate.utils import align_module_device
 
 from .attention_mask import training_masks
 from .batch_plan import DFlashBatchPlan
-from .losses import CROSS_ENTROPY, LossTerms, decay_weights, default_loss_decay, dpace_weights, head_losses
+from .losses import CROSS_ENTROPY, LossTerms, dpace_weights, head_losses, position_weights
 from .modeling_dflash import DFlashDraftModel
 from .target import position_ids_of
 
@@ -148,6 +148,5 @@ def block_losses(
     if slot_weights == "dpace":
         weights = dpace_weights(scatter(losses.cross_entropy), supervised, dpace_alpha)
     else:
-        decay = None if slot_weights == "uniform" else loss_decay or default_loss_decay(plan.block_size)
-        weights = decay_weights(supervised, decay)
+        weights = position_weights(supervised, slot_weights, loss_decay)
     return BlockLosses(plan, scatter(losses.loss), weights, scatter(losses.is_correct))

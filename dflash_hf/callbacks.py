@@ -19,8 +19,6 @@ logger = logging.get_logger(__name__)
 
 # Only Python's own reactions are replaced: a handler that the user or another library has set stays in charge.
 REPLACED_HANDLERS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-
-
 STALLED_ACCEPT_LEN = 1.02
 
 

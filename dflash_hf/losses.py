@@ -44,6 +44,38 @@ def decay_weights(loss_mask: torch.Tensor, loss_decay: float | None) -> torch.Te
     return weights * loss_mask
 
 
+def position_weights(loss_mask: torch.Tensor, slot_weights: str, loss_decay: float | None) -> torch.Tensor:
+    """
+    Weights that are known before the forward pass.
+
+    Args:
+        loss_mask (`torch.BoolTensor` of shape `[N, B]`): slots that carry loss.
+        slot_weights (`str`): `"decay"` or `"uniform"`.
+        loss_decay (`float`, *optional*): in slots; by default that of the block size.
+
+    Returns:
+        `torch.FloatTensor` of shape `[N, B]`, fp32, 0 where `loss_mask` is False.
+    """
+    is_uniform = slot_weights == "uniform"
+    return decay_weights(loss_mask, None if is_uniform else loss_decay or default_loss_decay(loss_mask.shape[1]))
+
+
+def loss_denominator(loss_mask: torch.Tensor, slot_weights: str, loss_decay: float | None) -> torch.Tensor:
+    """
+    What a batch adds to the divisor of the loss: known before the forward pass.
+
+    Args:
+        loss_mask, loss_decay: as in [`position_weights`].
+        slot_weights (`str`): also `"dpace"`, whose weights are not known yet: it counts supervised slots.
+
+    Returns:
+        `torch.FloatTensor`, a scalar in fp32.
+    """
+    if slot_weights == "dpace":
+        return loss_mask.sum().float()
+    return position_weights(loss_mask, slot_weights, loss_decay).sum()
+
+
 def dpace_weights(cross_entropy: torch.Tensor, loss_mask: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
     """
     D-PACE weights: a slot weighs what its block's later slots have at stake in it being right.
@@ -325,6 +357,11 @@ class _AnyHead(torch.autograd.Function):
         return gradient * gradients[0][:, None].to(gradient.dtype), None, None
 
 
+def default_chunk_size(device: torch.device) -> int:
+    """Slots whose whole rows of logits exist at one time: few on a CPU, whose caches more would leave."""
+    return 64 if device.type == "cpu" else 1024
+
+
 def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
     """
     Whether the head is one floating-point matrix that can be read directly.
@@ -368,8 +405,7 @@ def head_losses(
         compute_target_logits (`Callable`, *optional*):
             Turns such states into the target's logits, cap and scale included.
         chunk_size (`int`, *optional*):
-            Slots whose logits exist at one time, where whole rows of them are needed; 64 on a CPU, whose caches more
-            would leave, and 1,024 elsewhere.
+            Slots whose logits exist at one time, where whole rows of them are needed; see [`default_chunk_size`].
 
     Returns:
         [`HeadLosses`], not reduced.
@@ -400,6 +436,5 @@ def head_losses(
         is_correct = logits.argmax(-1) == labels[slots]
         return HeadLosses(slot_loss(logits, cross_entropy, target_logits, terms), cross_entropy, is_correct)
 
-    if chunk_size is None:
-        chunk_size = 64 if hidden_states.device.type == "cpu" else 1024
+    chunk_size = chunk_size or default_chunk_size(hidden_states.device)
     return HeadLosses(*_AnyHead.apply(hidden_states, chunk_losses, chunk_size))

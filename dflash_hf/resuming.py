@@ -66,6 +66,9 @@ def target_fingerprint(target: nn.Module) -> str | None:
     """
     A digest of the first weights of every floating-point tensor, which another folder or dtype does not change.
 
+    A draft may go on with the same target in another dtype; cached states may not, so that their
+    [`~state_cache.weights_checksum`] looks at every bit.
+
     Args:
         target (`nn.Module`): on any devices.
 

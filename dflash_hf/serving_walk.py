@@ -10,6 +10,7 @@ import torch
 
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import block_hidden_states
+from .losses import default_chunk_size
 from .modeling_dflash import DFlashDraftModel
 
 
@@ -99,7 +100,7 @@ def accepted_at_every_anchor(
         context_hidden_states (`torch.FloatTensor` of shape `[R, S, num_target_layers * hidden_size]`): of the target.
         blocks_per_pass (`int`): blocks of a row that are in memory at one time.
         segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
-        head_chunk_size (`int`, *optional*): slots whose logits exist at one time, 256 by default.
+        head_chunk_size (`int`, *optional*): slots whose logits exist at one time; as in [`head_losses`].
         block_attention (`str`, defaults to `"auto"`): as in [`DFlashTrainingArguments`].
         agree_on (`Callable`): takes this rank's number of passes and returns the one that all ranks make, at least as
             large, where a pass is a collective.
@@ -120,6 +121,7 @@ def accepted_at_every_anchor(
         replacement=False,  # as many anchors as columns: every window once, the valid ones first
         partial_windows=True,
     )
+    chunk_size = head_chunk_size or default_chunk_size(input_ids.device)
     accepted = torch.zeros_like(input_ids)
     num_anchors = int(plan.block_valid.view(rows, length).sum(-1).max())
     num_passes = max(-(-num_anchors // blocks_per_pass), 1)
@@ -142,7 +144,7 @@ def accepted_at_every_anchor(
             if len(blocks) == 0:
                 break
             labels = input_ids[part.sample_rows[blocks], part.label_positions[blocks, slot]]
-            chunks = hidden_states[blocks, slot].split(head_chunk_size or 256)
+            chunks = hidden_states[blocks, slot].split(chunk_size)
             predictions = torch.cat([draft.compute_logits(chunk).argmax(-1) for chunk in chunks])
             blocks = blocks[predictions.to(labels.device) == labels]
             accepted[part.sample_rows[blocks], part.anchor_positions[blocks]] = slot

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy
 import torch
-from accelerate import ParallelismConfig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
@@ -24,11 +22,12 @@ from .block_losses import BlockLosses, block_losses
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .data import PREPARED_COLUMNS, DFlashCollator, PreparedStream, prepare_rows
 from .evaluation import generated_accept_len, plain_forward
-from .losses import decay_weights, default_loss_decay
+from .losses import loss_denominator
 from .metrics import row_statistics, summarize
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
 from .packing import documents_of, states_of_packed_rows
+from .processes import check_processes, target_out_of_sight
 from .resuming import RunRecord, check_checkpoint, last_complete_checkpoint, run_values
 from .serving_walk import accepted_at_every_anchor, serving_statistics
 from .state_cache import (
@@ -99,7 +98,7 @@ class DFlashTrainer(Trainer):
         if isinstance(target, str):
             target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         target = without_peft(target)
-        _check_processes(args, model, target)
+        check_processes(args, model, target)
         model.tie_target(target)
         # Not frozen with requires_grad_(False): nothing here asks for its gradients, and generate on a CPU would then
         # copy the whole head in every draft step (matmul folds a sliced input only if the weight requires a gradient).
@@ -330,7 +329,7 @@ class DFlashTrainer(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps Trainer's contract."""
-        with _target_out_of_sight(self.draft):
+        with target_out_of_sight(self.draft):
             return super()._prepare_for_training(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -455,11 +454,7 @@ class DFlashTrainer(Trainer):
         )
 
     def _denominator(self, plan: DFlashBatchPlan) -> torch.Tensor:
-        """What this batch adds to the divisor of the loss: known before the forward pass."""
-        if self.args.slot_weights == "dpace":
-            return plan.loss_mask.sum().float()
-        decay = self.args.loss_decay or default_loss_decay(plan.block_size)
-        return decay_weights(plan.loss_mask, None if self.args.slot_weights == "uniform" else decay).sum()
+        return loss_denominator(plan.loss_mask, self.args.slot_weights, self.args.loss_decay)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
         """Keeps Trainer's contract (one number for the accumulation window of all ranks): the sum of the weights."""
@@ -572,55 +567,6 @@ class DFlashTrainer(Trainer):
 
 def _length_of(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
-
-
-def _check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Refuse ways to spread training that would be wrong or that the draft cannot do, before anything is built."""
-    if args.n_gpu > 1:
-        if len(set((getattr(target, "hf_device_map", None) or {}).values())) > 1:
-            args._n_gpu = 1  # the other devices are the target's
-        else:
-            raise ValueError(
-                f"This one process sees {args.n_gpu} GPUs, which Trainer would use through nn.DataParallel; the loss "
-                "of a step is exact with one process for each GPU only. Start training with `accelerate launch` or "
-                "`torchrun --nproc-per-node`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
-            )
-    if getattr(args.deepspeed_plugin, "zero_stage", None) == 3:
-        raise ValueError(
-            "DeepSpeed has zero_stage=3, which splits the weights of the target, too, as it is loaded; a draft reads "
-            "its embedding and head whole. Use stage 2, or FSDP2."
-        )
-    sizes = args.parallelism_config or ParallelismConfig()  # unset: what `accelerate launch` put in the environment
-    for name, size in (("cp_size", sizes.cp_size), ("sp_size", sizes.sp_size)):
-        if size is not None and size > 1:
-            raise ValueError(
-                f"parallelism_config has {name}={size}: a row's blocks and its context cannot be split over ranks. "
-                f"Leave {name} at 1 and use more data-parallel ranks or tensor parallelism."
-            )
-    if sizes.tp_size is not None and sizes.tp_size > 1 and draft.tp_size in (None, 1):
-        raise ValueError(
-            f"parallelism_config has tp_size={sizes.tp_size}, but the draft was not loaded for tensor parallelism. "
-            f"Load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size={sizes.tp_size}))."
-        )
-    if (getattr(target, "tp_size", None) or 1) not in (1, draft.tp_size or 1):
-        raise ValueError(
-            f"The target has tp_size={target.tp_size} and the draft tp_size={draft.tp_size or 1}: the ranks of a "
-            "tensor-parallel target must see the same rows. Load both with the same distributed_config, or shard the "
-            "target with FSDP2 (fully_shard)."
-        )
-
-
-@contextmanager
-def _target_out_of_sight(draft: DFlashDraftModel) -> Iterator[None]:
-    """accelerate shards what `get_input_embeddings` names together with the draft, and that is the target's."""
-    names = ("get_input_embeddings", "get_output_embeddings")
-    for name in names:
-        setattr(draft, name, lambda: None)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(draft, name)
 
 
 def _statistics(losses: BlockLosses, rows: int) -> torch.Tensor:

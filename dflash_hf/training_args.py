@@ -24,7 +24,7 @@ class DFlashTrainingArguments(TrainingArguments):
         ValueError: a value breaks its rule; the message gives field, value and rule.
     """
 
-    learning_rate: float | None = field(  # type: ignore[assignment]  # set by __post_init__
+    learning_rate: float | None = field(  # type: ignore[assignment]  # a float after __post_init__, by optimizer
         default=None, metadata={"help": "Peak learning rate; by default 2e-3 with Muon and 6e-4 without."}
     )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Shape of the learning-rate schedule."})

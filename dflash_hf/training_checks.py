@@ -226,10 +226,8 @@ def check_target_states(states: torch.Tensor, config: DFlashConfig, target: PreT
     is_finite = states.isfinite().flatten(0, 1).all(0).unflatten(-1, (-1, config.hidden_size)).all(-1).tolist()
     if all(is_finite):
         return
-    layer_ids = [
-        *(config.target_layer_ids or []),
-        "final",
-    ]  # terms with the logits of the target read the final state, too
+    # terms that compare with the target's logits read its final state, too
+    layer_ids = [*(config.target_layer_ids or []), "final"]
     bad = [layer_id for layer_id, finite in zip(layer_ids, is_finite, strict=False) if not finite]
     raise ValueError(
         f"The hidden states of the target {describe_target(target)} ({str(target.dtype)[6:]}) are not finite in "

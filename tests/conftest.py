@@ -29,22 +29,24 @@ CHAT_TEMPLATE = (
 )
 
 
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
 def make_target(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     """A random Llama with large weights, so that its greedy text is varied and has no near-ties."""
     torch.manual_seed(seed)
-    values = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**values, **overrides})).eval()
+    return LlamaForCausalLM(LlamaConfig(**{**TINY, **overrides})).eval()
 
 
 def make_draft(target: LlamaForCausalLM, seed: int = 1, **overrides: Any) -> DFlashDraftModel:

@@ -9,8 +9,9 @@ import torch
 from test_trainer import make_trainer, rows_of, weights
 from transformers import TrainingArguments
 
-from dflash_hf import data
-from dflash_hf.data import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset, tokenize_row
+from dflash_hf import data, supervision
+from dflash_hf.data import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
+from dflash_hf.supervision import tokenize_row
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
 
@@ -66,7 +67,7 @@ def test_input_ids_with_and_without_a_loss_mask():
 
 def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_one_and_says_so(tokenizer, caplog):
     """Case 11: never silently everything or nothing."""
-    data.logger.warning_once.cache_clear()  # other tests may have had the warning
+    supervision.logger.warning_once.cache_clear()  # other tests may have had the warning
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>"
         "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from accelerate import dispatch_model
-from conftest import greedy, make_draft, make_target
+from conftest import TINY, greedy, make_draft, make_target
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from test_trainer import make_trainer
 from torch import nn
@@ -18,19 +18,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from dflash_hf.state_cache import weights_checksum
 from dflash_hf.target import target_hidden_states, without_peft
 
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SMALL = {**TINY, "max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR_ATTENTION = {
     "linear_num_key_heads": 2,
@@ -69,7 +57,7 @@ def make_family(name: str, **overrides):
     config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM", getattr(transformers, f"{name}LMHeadModel", None))(
-        config_class(**{**TINY, **FAMILIES[name], **overrides})
+        config_class(**{**SMALL, **FAMILIES[name], **overrides})
     ).eval()
 
 
@@ -278,7 +266,7 @@ def test_the_last_layer_is_taken_before_the_norm_only_if_the_target_says_so(targ
 
 def test_a_target_that_loops_over_its_layers_runs_whole_and_gives_no_final_state():
     torch.manual_seed(0)
-    target = transformers.DoryForCausalLM(transformers.DoryConfig(**TINY)).eval()
+    target = transformers.DoryForCausalLM(transformers.DoryConfig(**SMALL)).eval()
     input_ids, _ = make_batch()
     valid = torch.ones_like(input_ids, dtype=torch.bool)
     assert torch.equal(target_hidden_states(target, input_ids, valid, [0, 2]), whole_pass(target, input_ids, [1, 3]))
@@ -311,7 +299,7 @@ def load_int8(target, folder):
 
 def make_multimodal_gemma3():
     torch.manual_seed(0)
-    text = {**TINY, **FAMILIES["Gemma3"], "vocab_size": 100}
+    text = {**SMALL, **FAMILIES["Gemma3"], "vocab_size": 100}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
         text_config=text,
@@ -328,7 +316,7 @@ def make_multimodal_qwen2():
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     config = transformers.Qwen2VLConfig(
-        text_config={**TINY, "vocab_size": 100, "rope_parameters": rope},
+        text_config={**SMALL, "vocab_size": 100, "rope_parameters": rope},
         vision_config={"depth": 4, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
         image_token_id=99,
         video_token_id=98,

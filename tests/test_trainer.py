@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from conftest import greedy, make_draft, make_target
+from conftest import TINY, greedy, make_draft, make_target
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -447,23 +447,11 @@ def test_a_wrong_target_and_rows_with_the_mask_token_are_refused_before_training
 
 
 def scaled_targets() -> dict[str, Any]:
-    small = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
     return {
-        "llama": LlamaConfig(**small),
-        "capped": Gemma2Config(**small, head_dim=8, final_logit_softcapping=2.0),
-        "divided": GraniteConfig(**small, logits_scaling=3.0),
-        "multiplied": CohereConfig(**small, logit_scale=0.25),
+        "llama": LlamaConfig(**TINY),
+        "capped": Gemma2Config(**TINY, head_dim=8, final_logit_softcapping=2.0),
+        "divided": GraniteConfig(**TINY, logits_scaling=3.0),
+        "multiplied": CohereConfig(**TINY, logit_scale=0.25),
     }
 
 
