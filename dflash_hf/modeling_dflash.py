@@ -454,6 +454,22 @@ def embed_tokens(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         embedding.embed_norm = embed_norm
 
 
+def apply_head(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """
+    Apply a target's raw head in its own dtype.
+
+    Args:
+        head (`nn.Module`): the target's output embedding.
+        hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): outputs of the body.
+
+    Returns:
+        `torch.FloatTensor` of shape `[..., vocab_size]`.
+    """
+    if isinstance(head.weight, torch.Tensor) and head.weight.is_floating_point():  # not so in a quantised head
+        hidden_states = hidden_states.to(head.weight.dtype)
+    return head(hidden_states)
+
+
 def _split_again(module: Any) -> None:
     """After a forward pass a module of FSDP2 may still hold gathered weights, which it will free some day."""
     if hasattr(module, "reshard"):
@@ -561,6 +577,22 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
     model.requires_grad_(False)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     return TargetModules(embedding, head, repr(name_or_path), follow=True), full_config
+
+
+def _modules_of(target: PreTrainedModel) -> TargetModules:
+    """Embedding and head of a live target, as they are."""
+    if target.device.type == "meta":
+        raise ValueError(
+            f"The first weights of the target {describe_target(target)} are on the meta device: accelerate "
+            "offloaded even its embedding, or it was built without weights. Give it more memory in device_map."
+        )
+    head = target.get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"The target {describe_target(target)} has no language model head. Load it with "
+            "AutoModelForCausalLM (or its multimodal counterpart), not AutoModel."
+        )
+    return TargetModules(target.get_input_embeddings(), head, describe_target(target), follow=False)
 
 
 def check_distributed_config(config: DFlashConfig, distributed_config: DistributedConfig) -> None:
@@ -792,25 +824,26 @@ class DFlashDraftModel(DFlashBody):
         if isinstance(target, str):
             modules, target_config = load_target_modules(target, **hub_kwargs)
         else:
-            if target.device.type == "meta":
-                raise ValueError(
-                    f"The first weights of the target {describe_target(target)} are on the meta device: accelerate "
-                    "offloaded even its embedding, or it was built without weights. Give it more memory in device_map."
-                )
-            head = target.get_output_embeddings()
-            if head is None:
-                raise ValueError(
-                    f"The target {describe_target(target)} has no language model head. Load it with "
-                    "AutoModelForCausalLM (or its multimodal counterpart), not AutoModel."
-                )
+            modules = _modules_of(target)
             _split_again(target)
-            embedding, head = with_whole_weights(target.get_input_embeddings()), with_whole_weights(head)
-            modules = TargetModules(embedding, head, describe_target(target), follow=False)
+            modules.embedding, modules.head = with_whole_weights(modules.embedding), with_whole_weights(modules.head)
             target_config = target.config
         self._check_pair(modules, target_config)
         object.__setattr__(self, "_target_modules", modules)
         if self.config.target_name_or_path is None and target_config.name_or_path:
             self.config.target_name_or_path = target_config.name_or_path
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """
+        Check that a live target is one that this draft fits, without tying to it.
+
+        Args:
+            target (`PreTrainedModel`): with its language model head.
+
+        Raises:
+            ValueError: the pair does not fit (width, vocabulary, tapped layers, mask token); both names are given.
+        """
+        self._check_pair(_modules_of(target), target.config)
 
     def _check_pair(self, modules: TargetModules, target_config: Any) -> None:
         config, text = self.config, target_config.get_text_config(decoder=True)
@@ -888,10 +921,7 @@ class DFlashDraftModel(DFlashBody):
         Raises:
             UntiedDraftError: the draft is not tied and cannot be.
         """
-        head = self.get_output_embeddings()
-        if isinstance(head.weight, torch.Tensor) and head.weight.is_floating_point():  # not so in a quantised head
-            hidden_states = hidden_states.to(head.weight.dtype)
-        return head(hidden_states)
+        return apply_head(self.get_output_embeddings(), hidden_states)
 
 
 __all__ = ["DFlashBody", "DFlashDraftModel", "UntiedDraftError"]

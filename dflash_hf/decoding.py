@@ -1,0 +1,272 @@
+"""Decoding with a draft where transformers' own loop has limits: batches, sampling, hybrid targets, statistics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from .block_length import BlockLength
+from .configuration_dflash import describe_target
+from .decoding_loop import DecodingLoop, VerifyPass
+from .decoding_statistics import DecodingStatistics
+from .generation_rules import BlockScores, StoppingRules
+from .modeling_dflash import DFlashDraftModel
+from .row_cache import RowCache
+
+logger = logging.get_logger(__name__)
+
+PROPOSALS = ("argmax", "sample")
+
+
+@dataclass
+class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
+    """
+    What `generate` returns with `return_dict_in_generate=True`, and what decoding with a draft adds to it.
+
+    Args:
+        statistics ([`DecodingStatistics`]): acceptance and times of this call.
+    """
+
+    statistics: DecodingStatistics | None = None
+
+
+@torch.no_grad()
+def dflash_decoding(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    draft: DFlashDraftModel | None = None,
+    block_size: int | str | None = None,
+    proposal: str = "argmax",
+    streamer: BaseStreamer | None = None,
+    on_pass: Callable[[VerifyPass], None] | None = None,
+    **model_kwargs: Any,
+) -> DFlashGenerateOutput | torch.LongTensor:
+    """
+    Decode with a draft: pass this function to `generate`, which prepares everything else.
+
+    `target.generate(**inputs, custom_generate=dflash_decoding, draft=draft)`. The text is the one of plain `generate`:
+    token by token when decoding greedily, in distribution when sampling. `generate` of transformers does not pass a
+    `streamer` or a `tokenizer` on; [`speculative_generate`] does.
+
+    Args:
+        model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs:
+            As `generate` hands them over.
+        draft ([`DFlashDraftModel`]):
+            The draft of this target. It need not be tied.
+        block_size (`int` or `"auto"`, *optional*):
+            Slots to verify in each pass, the anchor included; at most the trained number, which is the default. 1 is
+            plain decoding. `"auto"` chooses by what was accepted lately and what passes cost.
+        proposal (`str`, defaults to `"argmax"`):
+            When sampling, `"argmax"` proposes the draft's best tokens and accepts each with the target's probability;
+            `"sample"` draws the proposals from the draft. Both are lossless; the first accepts more.
+        streamer (`BaseStreamer`, *optional*):
+            Gets the prompt, then the tokens of each pass at once. One row only.
+        on_pass (`Callable`, *optional*):
+            Called with a [`VerifyPass`] after every pass of the target.
+
+    Returns:
+        `torch.LongTensor` of shape `[rows, columns]`, or [`DFlashGenerateOutput`] with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: the pair does not fit, the target has layers whose cache cannot be taken back, or an argument asks
+            for what this loop does not do.
+        TypeError: `draft` is no draft.
+
+    Source: section "speculative decoding" of DFlash (arXiv 2602.06036); the draft proposes its best tokens when
+    sampling too, and rows of a batch advance at their own pace.
+    """
+    if not isinstance(draft, DFlashDraftModel):
+        raise TypeError(
+            f"draft={type(draft).__name__} must be a DFlashDraftModel: "
+            "target.generate(**inputs, custom_generate=dflash_decoding, draft=draft)."
+        )
+    num_padding = _check_call(model, input_ids, generation_config, model_kwargs)
+    draft.check_target(model)
+    if proposal not in PROPOSALS:
+        raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}.")
+    if streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"A streamer shows one row, and there are {len(input_ids)}. Leave it out, or use on_pass.")
+    streamed = on_pass
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+
+        def streamed(verify_pass: VerifyPass) -> None:
+            streamer.put(torch.tensor(verify_pass.token_ids))
+            if on_pass is not None:
+                on_pass(verify_pass)
+
+    loop = DecodingLoop(
+        model,
+        draft,
+        input_ids,
+        num_padding,
+        scores=BlockScores(logits_processor, len(input_ids)),
+        rules=StoppingRules(stopping_criteria),
+        do_sample=bool(generation_config.do_sample),
+        sample_proposals=bool(generation_config.do_sample) and proposal == "sample",
+        block_length=_block_length(block_size, draft),
+        keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
+        keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+        on_pass=streamed,
+    )
+    loop.run(_prefill_inputs(model, input_ids, generation_config, model_kwargs))
+    if streamer is not None:
+        streamer.end()
+    pad_token_id = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
+    rows = [loop.finished[row] for row in range(len(input_ids))]
+    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return DFlashGenerateOutput(
+        sequences=sequences,
+        scores=_by_step(loop.kept["scores"]) if loop.keep_scores else None,
+        logits=_by_step(loop.kept["logits"]) if loop.keep_logits else None,
+        statistics=loop.statistics,
+    )
+
+
+def speculative_generate(
+    target: PreTrainedModel,
+    draft: DFlashDraftModel,
+    inputs: torch.LongTensor | None = None,
+    *,
+    block_size: int | str | None = None,
+    proposal: str = "argmax",
+    streamer: BaseStreamer | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    stop_strings: str | list[str] | None = None,
+    on_pass: Callable[[VerifyPass], None] | None = None,
+    **generate_kwargs: Any,
+) -> DFlashGenerateOutput:
+    """
+    Generate with a draft and return text and statistics.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
+        inputs (`torch.LongTensor` of shape `[rows, columns]`, *optional*): as for `generate`; or give `input_ids=`.
+        block_size, proposal, streamer, on_pass: see [`dflash_decoding`].
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's; needed with `stop_strings`.
+        stop_strings (`str` or `list[str]`, *optional*): texts that end an answer, wherever in a block they come.
+        **generate_kwargs: for `target.generate`.
+
+    Returns:
+        [`DFlashGenerateOutput`]: `sequences` of shape `[rows, columns]`, `statistics` and what else `generate` returns.
+
+    Raises:
+        ValueError: as [`dflash_decoding`]; or `stop_strings` without `tokenizer`.
+    """
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError(f"stop_strings={stop_strings!r} need the target's tokenizer. Pass tokenizer=.")
+        criteria = StoppingCriteriaList(generate_kwargs.pop("stopping_criteria", None) or [])
+        generate_kwargs["stopping_criteria"] = StoppingCriteriaList(
+            [*criteria, StopStringCriteria(tokenizer, stop_strings)]
+        )
+    decode = functools.partial(
+        dflash_decoding, draft=draft, block_size=block_size, proposal=proposal, streamer=streamer, on_pass=on_pass
+    )
+    generate: Any = target.generate  # a mixin's method, which type checkers do not see
+    return generate(inputs, custom_generate=decode, **{**generate_kwargs, "return_dict_in_generate": True})
+
+
+def _check_call(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> list[int]:
+    """Refuse what this loop does not do; returns the padding columns at the left of each row."""
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"The settings ask for {mode.value.replace('_', ' ')} (num_beams={generation_config.num_beams}), and a "
+            "draft speeds up greedy decoding and sampling. Set num_beams=1; for several answers a prompt use "
+            "do_sample=True and num_return_sequences."
+        )
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(generation_config, name) and generation_config.return_dict_in_generate:
+            raise ValueError(f"{name}=True is not collected when decoding with a draft. Leave it out.")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"The target {describe_target(model)} has an encoder; a draft needs a decoder-only model.")
+    if input_ids.shape[1] == 0:
+        raise ValueError("The prompt is empty, or was given as inputs_embeds. Pass input_ids.")
+
+    attention_mask = model_kwargs.get("attention_mask")
+    text_length = getattr(generation_config, "_mask_length", None)
+    if attention_mask is not None:
+        text_length = attention_mask.shape[1]
+    if text_length is not None and text_length != input_ids.shape[1]:
+        raise ValueError(
+            f"attention_mask covers {text_length} tokens and input_ids has {input_ids.shape[1]}: it looks like a call "
+            "that goes on from a cache with the new tokens alone. The draft needs the whole text: pass all of it."
+        )
+    if attention_mask is None:
+        return [0] * len(input_ids)
+    is_real = attention_mask.bool()
+    if not (is_real[:, 1:] >= is_real[:, :-1]).all() or not is_real[:, -1].all():
+        raise ValueError(
+            "attention_mask has zeros after real tokens. Pad prompts on the left (tokenizer.padding_side='left')."
+        )
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if len(input_ids) > 1 and implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"The target's attention is {implementation!r}, which takes no mask for rows of different lengths. Load it "
+            "with attn_implementation='sdpa', or decode one row at a time."
+        )
+    return (~is_real).sum(1).tolist()
+
+
+def _prefill_inputs(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Inputs of the target for the prompt, split as `prefill_chunk_size` says."""
+    given = model_kwargs.pop("cache", None)
+    if given is not None and given.get_seq_length() > 0:
+        logger.warning_once(
+            f"The cache that was passed ({type(given).__name__}) has no states for the draft: the text is read again, "
+            "and the cache is left as it is."
+        )
+    chunk_size = generation_config.prefill_chunk_size or input_ids.shape[1]
+    chunks = []
+    for start in range(0, input_ids.shape[1], chunk_size):
+        end = min(start + chunk_size, input_ids.shape[1])
+        chunk = {
+            name: value[..., :end] if name in ("attention_mask", "position_ids") and value is not None else value
+            for name, value in model_kwargs.items()
+        }
+        prepare: Any = model.prepare_inputs_for_generation
+        chunks.append(
+            prepare(input_ids[:, :end], next_sequence_length=end - start, is_first_iteration=start == 0, **chunk)
+        )
+    return chunks
+
+
+def _block_length(block_size: int | str | None, draft: DFlashDraftModel) -> BlockLength:
+    trained = draft.config.block_size
+    if block_size is None:
+        return BlockLength(trained)
+    if not isinstance(block_size, int) or not 1 <= block_size <= trained:
+        raise ValueError(f"block_size={block_size!r} must be 1 to {trained}, which the draft was trained for, or 'auto'.")
+    return BlockLength(block_size)
+
+
+def _by_step(kept: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Scores of each row's tokens, as a tensor `[rows, vocabulary]` for each step; zero where a row had ended."""
+    rows = [torch.stack(tokens) for tokens in kept]
+    return torch.nn.utils.rnn.pad_sequence(rows).unbind(0)

@@ -1,0 +1,513 @@
+"""The loop of block-parallel speculative decoding: draft, verify, commit, for rows of different lengths."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .acceptance import Acceptance, accept_by_probability, accept_greedily
+from .block_length import BlockLength
+from .configuration_dflash import describe_target
+from .decoding_statistics import DecodingStatistics, Stopwatch
+from .generation_rules import BlockScores, StoppingRules
+from .modeling_dflash import DFlashDraftModel, apply_head, embed_tokens
+from .row_cache import RowCache
+
+logger = logging.get_logger(__name__)
+
+# Recurrent states cannot be taken back, so committed tokens wait until so many of them go through the target together.
+WAITING_TOKENS = 16
+
+
+@dataclass
+class VerifyPass:
+    """
+    What one pass of the target committed.
+
+    Args:
+        token_ids (`list[list[int]]`): for each row that was still being written, the new tokens.
+        num_drafted (`list[int]`): how many of them, from the first on, the draft proposed; a token after these is the
+            target's own.
+        rows (`list[int]`): which rows of the batch these are.
+    """
+
+    token_ids: list[list[int]]
+    num_drafted: list[int]
+    rows: list[int]
+
+
+@dataclass
+class _Verified:
+    """
+    What a verify pass of the target gave.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `[rows, slots, vocabulary]`): after the anchor and each drafted token.
+        outputs: of the target.
+        waiting (`list[int]`): for each row, the position of its anchor among the tokens of the pass.
+    """
+
+    logits: torch.Tensor
+    outputs: Any
+    waiting: list[int]
+
+
+@dataclass
+class _Context:
+    """
+    Target states that the draft has not read yet.
+
+    Args:
+        states (`torch.FloatTensor` of shape `[rows, n, num_target_layers * hidden_size]`): of committed tokens.
+        counts (`torch.LongTensor` of shape `[rows]`, *optional*): how many of the `n` a row has; all if `None`.
+    """
+
+    states: torch.Tensor
+    counts: torch.Tensor | None
+
+
+class DecodingLoop:
+    """
+    State of one decoding call.
+
+    Columns count positions of the padded text from the left edge of the prompt batch. Row `r` holds `lengths[r]`
+    columns of known text; the last of them is the anchor, which the target has not seen yet. Target and draft write
+    their keys at the columns of the text, so that rejected tokens are overwritten by what comes next.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
+        input_ids (`torch.LongTensor` of shape `[rows, columns]`): the prompts, padded on the left.
+        num_padding (`list[int]`): padding columns of each row.
+        scores ([`BlockScores`]), rules ([`StoppingRules`]): of `generate`.
+        do_sample (`bool`): draw from the target's distribution instead of taking its best token.
+        sample_proposals (`bool`): draw the draft's tokens too, instead of taking its best ones.
+        block_length ([`BlockLength`]): slots to verify.
+        keep_scores, keep_logits (`bool`): collect the processed and the raw scores of every new token.
+        on_pass (`Callable`, *optional*): called with a [`VerifyPass`] after the prefill and after every pass.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DFlashDraftModel,
+        input_ids: torch.Tensor,
+        num_padding: list[int],
+        *,
+        scores: BlockScores,
+        rules: StoppingRules,
+        do_sample: bool,
+        sample_proposals: bool,
+        block_length: BlockLength,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
+        on_pass: Callable[[VerifyPass], None] | None = None,
+    ) -> None:
+        self.target, self.draft, self.config = target, draft, draft.config
+        self.scores, self.rules, self.block_length, self.on_pass = scores, rules, block_length, on_pass
+        self.do_sample, self.sample_proposals = do_sample, sample_proposals
+        self.keep_scores, self.keep_logits = keep_scores, keep_logits
+        self.device = input_ids.device
+        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
+        parameters = inspect.signature(target.forward).parameters
+        self.takes_position_ids = "position_ids" in parameters
+        self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.attention_is_eager = target.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        self.wanted_states = [layer_id + 1 for layer_id in self.config.target_layer_ids or []]
+
+        num_rows, num_columns = input_ids.shape
+        self.max_length = self.rules.max_length
+        slack = 2 * (self.config.block_size + WAITING_TOKENS)  # for drafted tokens beyond the longest row
+        self.tokens = input_ids.new_zeros(num_rows, self.max_length + slack)
+        self.tokens[:, :num_columns] = input_ids
+        self.rows = list(range(num_rows))
+        self.lengths = [num_columns] * num_rows
+        self.read_lengths = [0] * num_rows  # columns whose states are in the target's cache for good
+        self.context_length = [0] * num_rows  # columns whose states the draft has read
+        self.num_padding = num_padding
+        self.position_offset: torch.Tensor | None = None
+        self.target_cache, self.draft_cache = RowCache(target.config), RowCache(draft.config)
+        self.contexts: list[_Context] = []
+        self.finished: dict[int, torch.Tensor] = {}
+        self.kept: dict[str, list[list[torch.Tensor]]] = {
+            name: [[] for _ in range(num_rows)] for name in ("scores", "logits")
+        }
+        self.is_finite = torch.ones((), dtype=torch.bool)
+        self.expected_sum = torch.zeros((), device=self.device)
+        self.statistics = DecodingStatistics(self.config.block_size)
+        self.statistics.committed = [[] for _ in range(num_rows)]
+        self.statistics.verified = [[] for _ in range(num_rows)]
+
+    def run(self, prefill_inputs: list[dict[str, Any]]) -> None:
+        """
+        Decode until every row is finished.
+
+        Args:
+            prefill_inputs (`list[dict]`): inputs of the target for the prompt, in one or several chunks.
+        """
+        watch = Stopwatch(self.device)
+        logits = self._prefill(prefill_inputs)
+        watch.lap("prefill")
+        self._commit(self.tokens[:, :0], None, logits)
+        watch.lap("rest")
+        while self.rows:
+            self.block_length.start_pass()
+            num_rows, room = len(self.rows), self.max_length - min(self.lengths)
+            num_slots = min(self.block_length.choose(num_rows), room)
+            drafted, draft_scores = self.tokens[:, :0], None
+            if num_slots > 1:
+                drafted, draft_scores = self._propose(num_slots)
+            watch.lap("draft")
+            verified = self._verify(drafted)
+            watch.lap("verify")
+            counts = self._commit(drafted, draft_scores, verified.logits, verified)
+            self.block_length.end_pass(num_rows, num_slots, counts)
+            watch.lap("rest")
+        for name, seconds in watch.totals().items():
+            setattr(self.statistics, f"{name}_s", seconds)
+        self.statistics.expected_sum = float(self.expected_sum)
+
+    def _prefill(self, prefill_inputs: list[dict[str, Any]]) -> torch.Tensor:
+        """Read the prompts, and return the logits of the first new token, `[rows, 1, vocabulary]`."""
+        for inputs in prefill_inputs:
+            start = self.read_lengths[0]
+            end = start + inputs["input_ids"].shape[1]
+            self.target_cache.place(start, end)
+            outputs = self.target(
+                **{**inputs, "cache": self.target_cache, "use_cache": True},
+                output_hidden_states=self.wanted_states,
+                return_dict=True,
+            )
+            self.contexts.append(_Context(self._tapped(outputs, slice(None)), None))
+            self.read_lengths = [end] * len(self.rows)
+        positions = inputs.get("position_ids")
+        if positions is not None:  # `[rows, n]`, or one such tensor for each axis of a multimodal target
+            offset = positions[..., -1].to(self.device) - (self.lengths[0] - 1)
+            self.position_offset = offset.expand(*offset.shape[:-1], len(self.rows))
+        return outputs.logits[:, -1:]
+
+    def _tapped(self, outputs: Any, index: Any) -> torch.Tensor:
+        """States of the tapped layers at some positions, joined on the last axis, on the draft's device."""
+        states = outputs.hidden_states
+        missing = [index - 1 for index in self.wanted_states if index >= len(states) or states[index] is None]
+        if missing:
+            raise ValueError(
+                f"The target {describe_target(self.target)} returned no hidden states for layers {missing}, which the "
+                "draft reads. Use the draft with its own target."
+            )
+        return torch.cat([states[wanted][:, index].to(self.draft.device) for wanted in self.wanted_states], dim=-1)
+
+    def _columns(self, first: list[int], count: int, device: torch.device) -> torch.Tensor:
+        return torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
+
+    # ---- drafting ----
+
+    def _propose(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft `num_slots - 1` tokens a row; with the scores they were drawn from, if they were drawn."""
+        block_size, device = self.config.block_size, self.draft.device
+        anchors = [length - 1 for length in self.lengths]
+        states, context_columns = self._new_context(anchors)
+        end = max(anchors) + block_size
+        block_columns = self._columns(anchors, block_size, device)
+        columns = torch.cat([context_columns, block_columns], dim=1)
+        is_simple = len(self.rows) == 1 and not self.num_padding[0]
+        self.draft_cache.place(min(self.context_length), end, None if len(self.rows) == 1 else columns)
+        padding = torch.tensor(self.num_padding, device=device)[:, None]
+        block_ids = self.tokens.new_full((len(self.rows), block_size), self.config.mask_token_id)
+        block_ids[:, 0] = self.tokens.gather(1, self._columns(anchors, 1, self.device))[:, 0]
+        hidden = self.draft(
+            noise_embeds=embed_tokens(self.embedding, block_ids).to(device),
+            context_hidden_states=states,
+            position_ids=(columns - padding).clamp(min=0),
+            attention_mask=None if is_simple else self._draft_masks(block_columns, padding, end),
+            cache=self.draft_cache,
+        ).last_hidden_state
+        self.contexts, self.context_length = [], anchors
+        self.is_finite = hidden.isfinite().all()
+        # all slots are drafted, as in training; the head, the dearer part, takes those in use
+        logits = apply_head(self.head, hidden[:, 1:num_slots].contiguous()).to(self.device)
+        if not self.sample_proposals:
+            return logits.argmax(-1), None
+        draft_scores = self.scores.prefix_free(logits.float())
+        drafted = torch.multinomial(draft_scores.softmax(-1).flatten(0, 1), 1).view(draft_scores.shape[:2])
+        return drafted, draft_scores
+
+    def _new_context(self, anchors: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states that the draft has not read yet, and the column of each; column `end` for what does not exist."""
+        device = self.draft.device
+        states = torch.cat([context.states for context in self.contexts], dim=1)
+        if all(context.counts is None for context in self.contexts):
+            return states, self._columns(self.context_length, states.shape[1], device)
+        exists = torch.cat([self._exists(context) for context in self.contexts], dim=1)
+        columns = torch.tensor(self.context_length, device=device)[:, None] + exists.cumsum(1) - 1
+        return states, torch.where(exists, columns, max(anchors) + self.config.block_size)
+
+    def _exists(self, context: _Context) -> torch.Tensor:
+        num_rows, count = context.states.shape[:2]
+        slots = torch.arange(count, device=context.states.device).expand(num_rows, -1)
+        return slots >= 0 if context.counts is None else slots < context.counts[:, None]
+
+    def _draft_masks(
+        self, block_columns: torch.Tensor, padding: torch.Tensor, end: int
+    ) -> dict[str, torch.Tensor | None]:
+        """What each slot sees, by layer type: `[rows, 1, block_size, columns shown]`."""
+        masks: dict[str, torch.Tensor | None] = {}
+        for index, layer_type in enumerate(self.config.layer_types or []):
+            if layer_type not in masks:
+                window = self.config.layer_window(index)
+                columns = torch.arange(self.draft_cache.first_column(window), end, device=block_columns.device)
+                query, anchor = block_columns[..., None], block_columns[:, :1, None]
+                is_context = columns < anchor
+                if window is not None:
+                    is_context = is_context & (query - columns < window)
+                last = query if self.config.in_block_causal(index) else block_columns[:, -1:, None]
+                visible = (is_context | ((columns >= anchor) & (columns <= last))) & (columns >= padding[..., None])
+                masks[layer_type] = visible[:, None]
+        return masks
+
+    # ---- verifying ----
+
+    def _verify(self, drafted: torch.Tensor) -> _Verified:
+        """Run the target over anchor and drafted tokens, after those that its recurrent states have not seen."""
+        num_slots = drafted.shape[1] + 1
+        self.tokens.scatter_(1, self._columns(self.lengths, num_slots - 1, self.device), drafted)
+        if self.target_cache.is_recurrent:
+            self.target_cache.save_states()
+        waiting = self._waiting()
+        num_logits = num_slots + max(waiting) - min(waiting)
+        outputs = self._run_target(max(waiting) + num_slots, num_logits)
+        logits = outputs.logits[:, -num_logits:]
+        if min(waiting) != max(waiting):
+            logits = _from_each_row(logits, [count - min(waiting) for count in waiting], num_slots)
+        return _Verified(logits, outputs, waiting)
+
+    def _waiting(self) -> list[int]:
+        """Tokens of each row before the anchor that are not in the target's cache for good."""
+        return [length - 1 - read for length, read in zip(self.lengths, self.read_lengths, strict=True)]
+
+    def _run_target(self, count: int, num_logits: int) -> Any:
+        """Run the target over `count` tokens of each row, from the first that is not in its cache for good."""
+        start, end = min(self.read_lengths), max(self.read_lengths) + count
+        columns = self._columns(self.read_lengths, count, self.device)
+        if len(self.rows) == 1:
+            self.target_cache.place(start, end)
+        else:
+            self.target_cache.place(start, end, columns)
+        inputs: dict[str, Any] = {"attention_mask": self._target_mask(columns, end)}
+        if self.takes_position_ids and self.position_offset is not None:
+            inputs["position_ids"] = columns.clamp(max=self.max_length - 1) + self.position_offset[..., None]
+        if self.takes_logits_to_keep:
+            inputs["logits_to_keep"] = num_logits
+        return self.target(
+            input_ids=self.tokens.gather(1, columns),
+            cache=self.target_cache,
+            use_cache=True,
+            output_hidden_states=self.wanted_states,
+            return_dict=True,
+            **inputs,
+        )
+
+    def _target_mask(self, columns: torch.Tensor, end: int) -> Any:
+        """
+        What the target may look at, in the form that transformers itself hands to models.
+
+        One row needs no more than its padding. Several rows of different lengths need a mask of their own.
+        """
+        if len(self.rows) == 1:
+            if not self.num_padding[0]:
+                return None
+            return (torch.arange(end, device=self.device) >= self.num_padding[0]).long()[None]
+        padding = torch.tensor(self.num_padding, device=self.device)[:, None, None]
+
+        def mask(window: int | None) -> torch.Tensor:
+            keys, queries = torch.arange(self.target_cache.first_column(window), end, device=self.device), columns
+            visible = (keys <= queries[..., None]) & (keys >= padding)
+            if window is not None:
+                visible = visible & (queries[..., None] - keys < window)
+            visible = visible[:, None]
+            if not self.attention_is_eager:
+                return visible
+            dtype = self.target.dtype
+            return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+        config = self.target.config.get_text_config(decoder=True)
+        window = getattr(config, "sliding_window", None)
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types is None:
+            return mask(window)
+        masks: dict[str, torch.Tensor | None] = {}
+        for layer_type in set(layer_types):
+            if layer_type in ("linear_attention", "conv", "hybrid", "hybrid_sliding"):
+                masks["conv" if layer_type == "conv" else "linear_attention"] = None  # generated text has no padding
+            if layer_type in ("sliding_attention", "hybrid_sliding"):
+                masks["sliding_attention"] = mask(window)
+            elif layer_type in ("full_attention", "hybrid"):
+                masks["full_attention"] = mask(None)
+        return masks
+
+    # ---- committing ----
+
+    def _decide(
+        self, drafted: torch.Tensor, draft_scores: torch.Tensor | None, logits: torch.Tensor
+    ) -> tuple[Acceptance, torch.Tensor]:
+        """Which drafted tokens stay, and the processed scores that said so."""
+        scores = logits.to(self.device)
+        if len(self.scores) or self.do_sample or self.keep_scores:
+            scores = scores.to(torch.float32, copy=True)
+        if len(self.scores):
+            scores = self.scores(self.tokens, self.lengths, scores)
+        if self.do_sample:
+            return accept_by_probability(drafted, scores, draft_scores), scores
+        return accept_greedily(drafted, scores), scores
+
+    def _commit(
+        self,
+        drafted: torch.Tensor,
+        draft_scores: torch.Tensor | None,
+        logits: torch.Tensor,
+        verified: _Verified | None = None,
+    ) -> list[int]:
+        """Append the tokens that stay and let finished rows go; returns how many tokens each row got."""
+        num_slots = drafted.shape[1] + 1
+        acceptance, scores = self._decide(drafted, draft_scores, logits)
+        columns = self._columns(self.lengths, num_slots, self.device)
+        last = columns.gather(1, acceptance.num_accepted[:, None])
+        self.tokens.scatter_(1, last, acceptance.next_tokens[:, None])
+        parts = [self.tokens.gather(1, columns), acceptance.num_accepted[:, None]]
+        if num_slots > 1:
+            parts.append(self.is_finite.to(self.device).long().expand(len(self.rows), 1))
+            self.expected_sum = self.expected_sum + acceptance.expected.sum()
+        on_host = torch.cat(parts, dim=1).tolist()  # the one moment at which the host waits for the device
+
+        counts, is_finished = [], []
+        for row, values in enumerate(on_host):
+            count, done = self._cut(row, values[:num_slots], values[num_slots] + 1)
+            counts.append(count)
+            is_finished.append(done)
+        if num_slots > 1 and not on_host[0][-1]:
+            self._warn_of_overflow()
+        self._record(num_slots, counts, scores, logits, is_prefill=verified is None)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        if verified is not None:
+            self._keep_states(verified, num_slots, counts)
+        if self.on_pass is not None:
+            self.on_pass(
+                VerifyPass(
+                    [values[:count] for values, count in zip(on_host, counts, strict=True)],
+                    [min(values[num_slots], count) for values, count in zip(on_host, counts, strict=True)],
+                    list(self.rows),
+                )
+            )
+        if any(is_finished):
+            self._drop(is_finished)
+        return counts
+
+    def _cut(self, row: int, text: list[int], count: int) -> tuple[int, bool]:
+        """Tokens of a pass up to the first at which the row has to stop, and whether it does."""
+        length = self.lengths[row]
+        is_finished = length + count >= self.max_length
+        count = min(count, self.max_length - length)
+        for index, token in enumerate(text[:count]):
+            if token in self.rules.end_token_ids:
+                count, is_finished = index + 1, True
+                break
+        other = self.rules.count_until_other_stop(self.tokens[row : row + 1], length, count)
+        return (count, is_finished) if other is None else (other, True)
+
+    def _record(
+        self, num_slots: int, counts: list[int], scores: torch.Tensor, logits: torch.Tensor, *, is_prefill: bool
+    ) -> None:
+        statistics = self.statistics
+        statistics.num_tokens += sum(counts)
+        if num_slots > 1:
+            statistics.num_verify_passes += 1
+            for row, count in zip(self.rows, counts, strict=True):
+                statistics.committed[row].append(count)
+                statistics.verified[row].append(num_slots - 1)
+        elif not is_prefill:
+            statistics.num_plain_passes += 1
+        for is_kept, name, values in ((self.keep_scores, "scores", scores), (self.keep_logits, "logits", logits)):
+            if is_kept:
+                for index, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
+                    self.kept[name][row] += values[index, :count].float().unbind(0)
+
+    def _keep_states(self, verified: _Verified, num_slots: int, counts: list[int]) -> None:
+        """Hand the states of committed tokens to the draft, and move the target's cache on."""
+        waiting, longest = verified.waiting, max(counts)
+        is_uniform = min(waiting) == max(waiting)
+        if is_uniform:
+            states = self._tapped(verified.outputs, slice(waiting[0], waiting[0] + longest))
+        else:
+            states = _from_each_row(self._tapped(verified.outputs, slice(None)), waiting, longest)
+        is_even = min(counts) == longest
+        self.contexts.append(_Context(states, None if is_even else torch.tensor(counts, device=states.device)))
+
+        if self.target_cache.is_recurrent and not (is_uniform and min(counts) == num_slots):
+            self.target_cache.restore_states()
+            self._read_waiting_tokens()
+        else:
+            self.target_cache.accept_states()
+            self.read_lengths = [length - 1 for length in self.lengths]
+
+    def _read_waiting_tokens(self) -> None:
+        """Move recurrent states over committed tokens, once enough of them wait."""
+        while True:
+            waiting = self._waiting()
+            if max(waiting) <= WAITING_TOKENS:
+                return
+            count = min(number for number in waiting if number >= WAITING_TOKENS // 2)
+            self.target_cache.save_states()
+            self._run_target(count, num_logits=1)
+            moves = [number >= count for number in waiting]
+            self.target_cache.accept_states(torch.tensor(moves))
+            self.read_lengths = [
+                read + count if move else read for read, move in zip(self.read_lengths, moves, strict=True)
+            ]
+
+    def _drop(self, is_finished: list[bool]) -> None:
+        """Finished rows leave the batch and cost nothing from here on."""
+        for index, done in enumerate(is_finished):
+            if done:
+                self.finished[self.rows[index]] = self.tokens[index, : self.lengths[index]].clone()
+        keep = [index for index, done in enumerate(is_finished) if not done]
+
+        def kept(values: list[Any]) -> list[Any]:
+            return [values[index] for index in keep]
+
+        self.rows, self.lengths, self.num_padding = kept(self.rows), kept(self.lengths), kept(self.num_padding)
+        self.read_lengths, self.context_length = kept(self.read_lengths), kept(self.context_length)
+        if not keep:
+            return
+        index = torch.tensor(keep, device=self.device)
+        self.tokens = self.tokens[index]
+        if self.position_offset is not None:
+            self.position_offset = self.position_offset[..., index]
+        self.target_cache.select_rows(index)
+        self.draft_cache.select_rows(index)
+        self.contexts = [
+            _Context(
+                context.states[index.to(context.states.device)],
+                None if context.counts is None else context.counts[index.to(context.states.device)],
+            )
+            for context in self.contexts
+        ]
+
+    def _warn_of_overflow(self) -> None:
+        logger.warning_once(
+            f"The draft's hidden states are not finite, so that nothing it drafts is accepted. Target in "
+            f"{self.target.dtype}, draft in {self.draft.dtype}: float16 overflows in the draft's first projection; "
+            "load both in bfloat16 or float32."
+        )
+
+
+def _from_each_row(values: torch.Tensor, first: list[int], count: int) -> torch.Tensor:
+    """`values[r, first[r] : first[r] + count]` of every row; the last one repeats where a row has fewer."""
+    slots = torch.tensor(first, device=values.device)[:, None] + torch.arange(count, device=values.device)
+    rows = torch.arange(len(first), device=values.device)[:, None]
+    return values[rows, slots.clamp(max=values.shape[1] - 1)]

@@ -1,0 +1,265 @@
+"""A key-value cache whose rows grow each at its own pace, so that a block accepted in part leaves no holes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
+
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
+RECURRENT_TYPES = ("linear_attention", "conv")
+BOTH_TYPES = ("hybrid", "hybrid_sliding")
+GROWTH_COLUMNS = 256
+
+
+class Placement:
+    """
+    Where the next forward pass puts its keys and values; shared by all layers of a cache.
+
+    Columns are positions in the padded text: column 0 is the first column of the prompt batch.
+
+    Args:
+        start (`int`): the smallest column that any row writes.
+        end (`int`): columns `0 … end - 1` are what the pass may look at; the mask says which of them.
+        columns (`torch.LongTensor` of shape `[rows, written]`, *optional*): the column of each new key; column `end` is
+            for keys that nobody may see. `None`: columns `start … end - 1` in every row.
+    """
+
+    def __init__(self) -> None:
+        self.start, self.end = 0, 0
+        self.columns: torch.Tensor | None = None
+        self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def set(self, start: int, end: int, columns: torch.Tensor | None = None) -> None:
+        """Plan the next pass."""
+        self.start, self.end, self.columns = start, end, columns
+        self._by_device = {}
+
+    def index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and columns to write, for indexing on the device of a layer."""
+        if device not in self._by_device and self.columns is not None:
+            rows = torch.arange(len(self.columns), device=device)[:, None]
+            self._by_device[device] = (rows, self.columns.to(device))
+        return self._by_device[device]
+
+
+class RowLayer(CacheLayerMixin):
+    """
+    Keys and values of one attention layer, in buffers that are written in place.
+
+    Rejected tokens are simply overwritten by the next pass; nothing is ever shifted or cropped. A sliding layer shows,
+    and keeps when it has to grow, only the columns that some row can still see.
+
+    Args:
+        placement (`Placement`): of the cache.
+        window (`int`, *optional*): of a sliding layer, in tokens.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, placement: Placement, window: int | None = None) -> None:
+        super().__init__()
+        self.placement, self.window = placement, window
+        self.origin = 0  # the column that the first stored one is
+        self.is_sliding = window is not None
+
+    @property
+    def first(self) -> int:
+        """First column that the next pass can see."""
+        return 0 if self.window is None else max(0, self.placement.start - self.window + 1)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to prepare: the first `update` allocates."""
+
+    def _reserve(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        needed = self.placement.end + 1  # one more, for keys that nobody may see
+        if self.keys is not None and needed - self.origin <= self.keys.shape[2]:
+            return
+        first = self.first
+        size = needed - first + max(GROWTH_COLUMNS, (needed - first) // 4)
+        buffers = []
+        for stored, new in ((self.keys, keys), (self.values, values)):
+            # zeros: a masked column takes part in the products with weight 0, and 0 · NaN would be NaN
+            buffer = new.new_zeros(new.shape[0], new.shape[1], size, new.shape[3])
+            if stored is not None:
+                kept = stored[:, :, first - self.origin :]
+                buffer[:, :, : kept.shape[2]] = kept
+            buffers.append(buffer)
+        self.keys, self.values = buffers
+        self.origin, self.is_initialized = first, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Write the new keys and values and return all that the pass may look at.
+
+        Args:
+            key_states, value_states (`torch.Tensor` of shape `[rows, heads, written, head_dim]`): of the pass.
+
+        Returns:
+            two tensors of shape `[rows, heads, end - first, head_dim]`.
+        """
+        self._reserve(key_states, value_states)
+        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+            if self.placement.columns is None:
+                start = self.placement.start - self.origin
+                buffer[:, :, start : start + new.shape[2]] = new
+            else:
+                rows, columns = self.placement.index(new.device)
+                buffer[rows, :, columns - self.origin] = new.transpose(1, 2)
+        visible = slice(self.first - self.origin, self.placement.end - self.origin)
+        return self.keys[:, :, visible], self.values[:, :, visible]
+
+    def get_seq_length(self) -> int:
+        """Columns before the ones that the next pass writes, if all rows write the same ones."""
+        return self.placement.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number and offset of the columns that `update` returns."""
+        return self.placement.end - self.first, self.first
+
+    def get_max_length(self) -> int:
+        """-1: a layer grows as it must."""
+        return -1
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keep these rows only."""
+        if self.keys is not None:
+            self.keys, self.values = self.keys[rows.to(self.keys.device)], self.values[rows.to(self.values.device)]
+
+
+class RowHybridLayer(LinearAttentionLayer, RowLayer):
+    """A layer that has attention and a recurrent state at once."""
+
+    is_compileable = False
+
+    def __init__(self, placement: Placement, window: int | None = None, number_of_states: int = 1) -> None:
+        RowLayer.__init__(self, placement, window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def get_max_length(self) -> int:
+        """-1: a layer grows as it must."""
+        return -1
+
+
+class RowCache(Cache):
+    """
+    Cache of a target or a draft for rows that commit different numbers of tokens.
+
+    Call [`place`][RowCache.place] before every forward pass. Recurrent states cannot be taken back token by token, so
+    they are saved before a pass and restored after it.
+
+    Args:
+        config (`PreTrainedConfig`): of the model.
+
+    Raises:
+        ValueError: the model has layers of a type that cannot be taken back; they are named.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.placement = Placement()
+        layer_types, layer_kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        known = (*ATTENTION_TYPES, *RECURRENT_TYPES, *BOTH_TYPES, "dummy")
+        unknown = sorted({layer_type for layer_type in layer_types if layer_type not in known})
+        if unknown:
+            raise ValueError(
+                f"The model {config.name_or_path!r} has layers of type {', '.join(unknown)}, whose cache cannot be "
+                f"taken back when drafted tokens are rejected. Known types: {', '.join(known[:-1])}. Use plain "
+                "`generate`, or transformers' own loop (assistant_model=draft, speculation_type='dflash')."
+            )
+        layers: list[Any] = []
+        for layer_type, values in zip(layer_types, layer_kwargs, strict=True):
+            window, number_of_states = values.get("sliding_window"), values.get("number_of_states", 1)
+            if layer_type in ATTENTION_TYPES:
+                layers.append(RowLayer(self.placement, window))
+            elif layer_type in RECURRENT_TYPES:
+                layers.append(LinearAttentionLayer(number_of_states=number_of_states))
+            elif layer_type in BOTH_TYPES:
+                layers.append(RowHybridLayer(self.placement, window, number_of_states))
+            else:
+                layers.append(DummyLayer())
+        super().__init__(layers=layers)
+        self.recurrent_layer_types = sorted({t for t in layer_types if t in (*RECURRENT_TYPES, *BOTH_TYPES)})
+        self._saved: list[list[dict[int, torch.Tensor | None]]] | None = None
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: what a pass sees changes from one to the next."""
+        return False
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layer has a state that cannot be taken back token by token."""
+        return bool(self.recurrent_layer_types)
+
+    def place(self, start: int, end: int, columns: torch.Tensor | None = None) -> None:
+        """Plan the next pass; the arguments are those of [`Placement`]."""
+        self.placement.set(start, end, columns)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The first column that the next pass writes."""
+        return self.placement.start
+
+    def first_column(self, window: int | None) -> int:
+        """First column that a layer of this window shows in the next pass."""
+        return 0 if window is None else max(0, self.placement.start - window + 1)
+
+    def _recurrent_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+    def save_states(self) -> None:
+        """Keep a copy of the recurrent states; models change them in place."""
+        if self._saved is None:
+            self._saved = [
+                [
+                    {index: None if state is None else state.clone() for index, state in states.items()}
+                    for states in (layer.conv_states, layer.recurrent_states)
+                ]
+                for layer in self._recurrent_layers()
+            ]
+
+    def restore_states(self) -> None:
+        """Go back to the saved states, which stay saved."""
+        self._restore(slice(None))
+
+    def _restore(self, rows: torch.Tensor | slice) -> None:
+        for layer, (conv_states, recurrent_states) in zip(self._recurrent_layers(), self._saved or [], strict=True):
+            for live, saved in ((layer.conv_states, conv_states), (layer.recurrent_states, recurrent_states)):
+                for index, state in saved.items():
+                    if state is not None:
+                        live[index][rows] = state[rows]
+
+    def accept_states(self, rows: torch.Tensor | None = None) -> None:
+        """
+        The states are those of committed text now: forget the saved ones.
+
+        Args:
+            rows (`torch.BoolTensor` of shape `[rows]`, *optional*): only in these; the others go back.
+        """
+        if rows is not None and not rows.all():
+            self._restore(~rows)
+        self._saved = None
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keep these rows only, in this order."""
+        for layer in self.layers:
+            if isinstance(layer, RowLayer):
+                layer.select_rows(rows)
+        for layer, saved in zip(self._recurrent_layers(), self._saved or self._no_states(), strict=True):
+            for states in (layer.conv_states, layer.recurrent_states, *saved):
+                for index, state in states.items():
+                    states[index] = None if state is None else state[rows.to(state.device)]
+
+    def _no_states(self) -> list[list[dict[int, torch.Tensor | None]]]:
+        return [[] for _ in self._recurrent_layers()]
