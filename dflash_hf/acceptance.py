@@ -57,8 +57,8 @@ def accept_by_probability(
 
     A token `x` with target probability `p(x)` that was drawn from `q` is accepted with probability
     `min(1, p(x) / q(x))`; after the first rejection the next token comes from `max(0, p - q)`, renormalised, and after
-    a full acceptance from `p`. A token that was chosen without chance, such as the draft's argmax, has `q(x) = 1`: it is
-    accepted with probability `p(x)`, and a rejection draws from `p` without `x`.
+    a full acceptance from `p`. A token that was chosen without chance, such as the draft's argmax, has `q(x) = 1`: it
+    is accepted with probability `p(x)`, and a rejection draws from `p` without `x`.
 
     Args:
         drafted (`torch.LongTensor` of shape `[rows, slots - 1]`): proposals for slots 1 … slots - 1.

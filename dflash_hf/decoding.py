@@ -21,13 +21,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .block_length import BlockLength
+from .block_length import AdaptiveBlockLength, BlockLength, times_of_pair
 from .configuration_dflash import describe_target
 from .decoding_loop import DecodingLoop, VerifyPass
 from .decoding_statistics import DecodingStatistics
 from .generation_rules import BlockScores, StoppingRules
 from .modeling_dflash import DFlashDraftModel
-from .row_cache import RowCache
 
 logger = logging.get_logger(__name__)
 
@@ -59,7 +58,7 @@ def dflash_decoding(
     streamer: BaseStreamer | None = None,
     on_pass: Callable[[VerifyPass], None] | None = None,
     **model_kwargs: Any,
-) -> DFlashGenerateOutput | torch.LongTensor:
+) -> DFlashGenerateOutput | torch.Tensor:
     """
     Decode with a draft: pass this function to `generate`, which prepares everything else.
 
@@ -123,23 +122,33 @@ def dflash_decoding(
         rules=StoppingRules(stopping_criteria),
         do_sample=bool(generation_config.do_sample),
         sample_proposals=bool(generation_config.do_sample) and proposal == "sample",
-        block_length=_block_length(block_size, draft),
+        block_length=_block_length(block_size, model, draft),
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
         on_pass=streamed,
     )
-    loop.run(_prefill_inputs(model, input_ids, generation_config, model_kwargs))
+    given = model_kwargs.pop("cache", None)
+    num_read = loop.resume(given, given.continuation) if getattr(given, "continuation", None) is not None else 0
+    if not num_read and given is not None and given.get_seq_length() > 0:
+        logger.warning_once(
+            f"The cache that was passed ({type(given).__name__}) does not hold this text for this pair: the whole "
+            "text is read, and the cache is left as it is."
+        )
+    loop.run(
+        _prefill_inputs(model, input_ids, num_read, generation_config, model_kwargs | {"cache": loop.target_cache})
+    )
     if streamer is not None:
         streamer.end()
     pad_token_id = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
     rows = [loop.finished[row] for row in range(len(input_ids))]
-    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    sequences: Any = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
     if not generation_config.return_dict_in_generate:
         return sequences
     return DFlashGenerateOutput(
         sequences=sequences,
         scores=_by_step(loop.kept["scores"]) if loop.keep_scores else None,
         logits=_by_step(loop.kept["logits"]) if loop.keep_logits else None,
+        cache=loop.target_cache if len(rows) == 1 else None,
         statistics=loop.statistics,
     )
 
@@ -169,7 +178,8 @@ def speculative_generate(
         **generate_kwargs: for `target.generate`.
 
     Returns:
-        [`DFlashGenerateOutput`]: `sequences` of shape `[rows, columns]`, `statistics` and what else `generate` returns.
+        [`DFlashGenerateOutput`]: `sequences` of shape `[rows, columns]`, `statistics`, and for one row a `cache` that
+        a later call with the whole text can go on from (`cache=`).
 
     Raises:
         ValueError: as [`dflash_decoding`]; or `stop_strings` without `tokenizer`.
@@ -226,47 +236,51 @@ def _check_call(
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if len(input_ids) > 1 and implementation not in ("sdpa", "eager"):
         raise ValueError(
-            f"The target's attention is {implementation!r}, which takes no mask for rows of different lengths. Load it "
-            "with attn_implementation='sdpa', or decode one row at a time."
+            f"The target's attention is {implementation!r}, which takes no mask for rows of different lengths. Load "
+            "it with attn_implementation='sdpa', or decode one row at a time."
         )
     return (~is_real).sum(1).tolist()
 
 
 def _prefill_inputs(
-    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    num_read: int,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Inputs of the target for the prompt, split as `prefill_chunk_size` says."""
-    given = model_kwargs.pop("cache", None)
-    if given is not None and given.get_seq_length() > 0:
-        logger.warning_once(
-            f"The cache that was passed ({type(given).__name__}) has no states for the draft: the text is read again, "
-            "and the cache is left as it is."
-        )
-    chunk_size = generation_config.prefill_chunk_size or input_ids.shape[1]
+    """Inputs of the target for the prompt after its first `num_read` columns, split as `prefill_chunk_size` says."""
+    num_columns = input_ids.shape[1]
+    chunk_size = generation_config.prefill_chunk_size or num_columns
+    prepare: Any = model.prepare_inputs_for_generation
     chunks = []
-    for start in range(0, input_ids.shape[1], chunk_size):
-        end = min(start + chunk_size, input_ids.shape[1])
+    for start in range(num_read, num_columns, chunk_size):
+        end = min(start + chunk_size, num_columns)
         chunk = {
             name: value[..., :end] if name in ("attention_mask", "position_ids") and value is not None else value
             for name, value in model_kwargs.items()
         }
-        prepare: Any = model.prepare_inputs_for_generation
+        is_first = start == num_read
         chunks.append(
-            prepare(input_ids[:, :end], next_sequence_length=end - start, is_first_iteration=start == 0, **chunk)
+            prepare(input_ids[:, :end], next_sequence_length=end - start, is_first_iteration=is_first, **chunk)
         )
     return chunks
 
 
-def _block_length(block_size: int | str | None, draft: DFlashDraftModel) -> BlockLength:
+def _block_length(block_size: int | str | None, target: PreTrainedModel, draft: DFlashDraftModel) -> BlockLength:
     trained = draft.config.block_size
     if block_size is None:
         return BlockLength(trained)
+    if block_size == "auto":
+        return AdaptiveBlockLength(times_of_pair(target, draft, trained))
     if not isinstance(block_size, int) or not 1 <= block_size <= trained:
-        raise ValueError(f"block_size={block_size!r} must be 1 to {trained}, which the draft was trained for, or 'auto'.")
+        raise ValueError(
+            f"block_size={block_size!r} must be 'auto' or 1 to {trained}, the slots the draft was trained for."
+        )
     return BlockLength(block_size)
 
 
-def _by_step(kept: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+def _by_step(kept: list[list[torch.Tensor]]) -> Any:
     """Scores of each row's tokens, as a tensor `[rows, vocabulary]` for each step; zero where a row had ended."""
     rows = [torch.stack(tokens) for tokens in kept]
     return torch.nn.utils.rnn.pad_sequence(rows).unbind(0)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -57,6 +56,29 @@ class _Verified:
     logits: torch.Tensor
     outputs: Any
     waiting: list[int]
+
+
+@dataclass
+class Continuation:
+    """
+    What a later call needs, besides the target's cache, to go on from the end of this one.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
+        tokens (`torch.LongTensor` of shape `[1, columns]`): the text.
+        read_length (`int`): columns that the target's cache holds.
+        draft_cache ([`RowCache`]): of the draft.
+        context_length (`int`): columns that it holds.
+        states (`torch.FloatTensor` of shape `[1, n, num_target_layers * hidden_size]`): of the columns after these.
+    """
+
+    target: PreTrainedModel
+    draft: DFlashDraftModel
+    tokens: torch.Tensor
+    read_length: int
+    draft_cache: RowCache
+    context_length: int
+    states: torch.Tensor
 
 
 @dataclass
@@ -144,6 +166,33 @@ class DecodingLoop:
         self.statistics.committed = [[] for _ in range(num_rows)]
         self.statistics.verified = [[] for _ in range(num_rows)]
 
+    def resume(self, cache: RowCache, continuation: Continuation) -> int:
+        """
+        Go on from the end of an earlier call, as far as its text is the same.
+
+        Args:
+            cache ([`RowCache`]), continuation ([`Continuation`]): of the earlier call, with one row.
+
+        Returns:
+            `int`: columns that need not be read again; 0 if nothing can be used.
+        """
+        if continuation.target is not self.target or continuation.draft is not self.draft or self.num_padding != [0]:
+            return 0
+        size = min(continuation.tokens.shape[1], self.lengths[0])
+        is_equal = continuation.tokens[0, :size] == self.tokens[0, :size]
+        num_equal = int(is_equal.long().cumprod(0).sum())
+        start = min(num_equal, continuation.read_length, self.lengths[0] - 1)
+        if cache.is_recurrent and start < continuation.read_length:
+            return 0
+        context_length = min(start, continuation.context_length)
+        if not (start and cache.shows(start) and continuation.draft_cache.shows(context_length)):
+            return 0
+        cache.continuation = None  # this call writes into it, and may be interrupted
+        self.target_cache, self.draft_cache = cache, continuation.draft_cache
+        self.read_lengths, self.context_length = [start], [context_length]
+        self.contexts = [_Context(continuation.states[:, : start - context_length], None)]
+        return start
+
     def run(self, prefill_inputs: list[dict[str, Any]]) -> None:
         """
         Decode until every row is finished.
@@ -172,6 +221,18 @@ class DecodingLoop:
         for name, seconds in watch.totals().items():
             setattr(self.statistics, f"{name}_s", seconds)
         self.statistics.expected_sum = float(self.expected_sum)
+        if len(self.finished) == 1:
+            self.target_cache.close(self.read_lengths[0])
+            self.draft_cache.close(self.context_length[0])
+            self.target_cache.continuation = Continuation(
+                self.target,
+                self.draft,
+                self.finished[0][None],
+                self.read_lengths[0],
+                self.draft_cache,
+                self.context_length[0],
+                torch.cat([context.states for context in self.contexts], dim=1),
+            )
 
     def _prefill(self, prefill_inputs: list[dict[str, Any]]) -> torch.Tensor:
         """Read the prompts, and return the logits of the first new token, `[rows, 1, vocabulary]`."""
@@ -186,6 +247,7 @@ class DecodingLoop:
             )
             self.contexts.append(_Context(self._tapped(outputs, slice(None)), None))
             self.read_lengths = [end] * len(self.rows)
+        self.target_cache.accept_states()
         positions = inputs.get("position_ids")
         if positions is not None:  # `[rows, n]`, or one such tensor for each axis of a multimodal target
             offset = positions[..., -1].to(self.device) - (self.lengths[0] - 1)
@@ -476,24 +538,21 @@ class DecodingLoop:
             if done:
                 self.finished[self.rows[index]] = self.tokens[index, : self.lengths[index]].clone()
         keep = [index for index, done in enumerate(is_finished) if not done]
-
-        def kept(values: list[Any]) -> list[Any]:
-            return [values[index] for index in keep]
-
-        self.rows, self.lengths, self.num_padding = kept(self.rows), kept(self.lengths), kept(self.num_padding)
-        self.read_lengths, self.context_length = kept(self.read_lengths), kept(self.context_length)
-        if not keep:
+        self.rows = [self.rows[index] for index in keep]
+        if not keep:  # what is left is for a call that goes on from here
             return
-        index = torch.tensor(keep, device=self.device)
-        self.tokens = self.tokens[index]
+        for name in ("lengths", "num_padding", "read_lengths", "context_length"):
+            setattr(self, name, [getattr(self, name)[index] for index in keep])
+        kept_rows = torch.tensor(keep, device=self.device)
+        self.tokens = self.tokens[kept_rows]
         if self.position_offset is not None:
-            self.position_offset = self.position_offset[..., index]
-        self.target_cache.select_rows(index)
-        self.draft_cache.select_rows(index)
+            self.position_offset = self.position_offset[..., kept_rows]
+        self.target_cache.select_rows(kept_rows)
+        self.draft_cache.select_rows(kept_rows)
         self.contexts = [
             _Context(
-                context.states[index.to(context.states.device)],
-                None if context.counts is None else context.counts[index.to(context.states.device)],
+                context.states[kept_rows.to(context.states.device)],
+                None if context.counts is None else context.counts[kept_rows.to(context.states.device)],
             )
             for context in self.contexts
         ]

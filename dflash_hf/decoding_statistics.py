@@ -62,9 +62,7 @@ class DecodingStatistics:
     @property
     def slot_acceptance(self) -> list[float]:
         """`list[float]`: of the passes that verified slots 1 … k, the share that accepted all of them; NaN if none."""
-        pairs = [
-            pair for rows in zip(self.committed, self.verified, strict=True) for pair in zip(*rows, strict=True)
-        ]
+        pairs = [pair for rows in zip(self.committed, self.verified, strict=True) for pair in zip(*rows, strict=True)]
         shares = []
         for slot in range(1, self.block_size):
             accepted = [committed > slot for committed, verified in pairs if verified >= slot]

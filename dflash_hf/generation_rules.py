@@ -61,8 +61,8 @@ class BlockScores:
                 )
             if num_rows > 1 and isinstance(processor, ROW_NUMBERED):
                 raise ValueError(
-                    f"The logits processor {name} tells the {num_rows} rows of a batch apart by their number, and rows "
-                    "leave the batch as they finish. Decode one row at a time."
+                    f"The logits processor {name} tells the {num_rows} rows of a batch apart by their number, and "
+                    "rows leave the batch as they finish. Decode one row at a time."
                 )
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class BlockScores:
 
 
 def _repeated_prefixes(tokens: torch.Tensor, lengths: Sequence[int], num_slots: int) -> torch.Tensor:
-    """The text before each slot, of equal length: what is missing repeats the last token, so the set stays the same."""
+    """The text before each slot, of equal length: the last token is repeated, so that the set of tokens is right."""
     columns = torch.arange(max(lengths) + num_slots - 1, device=tokens.device)
     first = torch.tensor(lengths, device=tokens.device)[:, None, None]
     last = first + torch.arange(num_slots, device=tokens.device)[:, None] - 1
@@ -133,7 +133,10 @@ class StoppingRules:
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
-        self.max_length = criteria.max_length
+        lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
+        if not lengths:
+            raise ValueError("No length ends the generation. Pass max_new_tokens or max_length.")
+        self.max_length = min(lengths)
         self.end_token_ids: list[int] = []
         self.others: list[stopping_criteria.StoppingCriteria] = []
         for criterion in criteria:

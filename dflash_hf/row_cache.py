@@ -30,18 +30,18 @@ class Placement:
     Args:
         start (`int`): the smallest column that any row writes.
         end (`int`): columns `0 … end - 1` are what the pass may look at; the mask says which of them.
-        columns (`torch.LongTensor` of shape `[rows, written]`, *optional*): the column of each new key; column `end` is
-            for keys that nobody may see. `None`: columns `start … end - 1` in every row.
+        columns (`torch.LongTensor` of shape `[rows, written]`, *optional*): the column of each new key; column `end`
+            is for keys that nobody may see. `None`: columns `start … end - 1` in every row.
     """
 
     def __init__(self) -> None:
-        self.start, self.end = 0, 0
+        self.start, self.end, self.is_open = 0, 0, False
         self.columns: torch.Tensor | None = None
         self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def set(self, start: int, end: int, columns: torch.Tensor | None = None) -> None:
         """Plan the next pass."""
-        self.start, self.end, self.columns = start, end, columns
+        self.start, self.end, self.columns, self.is_open = start, end, columns, True
         self._by_device = {}
 
     def index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,6 +110,11 @@ class RowLayer(CacheLayerMixin):
         Returns:
             two tensors of shape `[rows, heads, end - first, head_dim]`.
         """
+        if not self.placement.is_open:
+            raise RuntimeError(
+                "This cache comes from decoding with a draft, and only that can go on with it. Pass "
+                "custom_generate=dflash_decoding and the draft again, or leave the cache out."
+            )
         self._reserve(key_states, value_states)
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             if self.placement.columns is None:
@@ -192,6 +197,7 @@ class RowCache(Cache):
         super().__init__(layers=layers)
         self.recurrent_layer_types = sorted({t for t in layer_types if t in (*RECURRENT_TYPES, *BOTH_TYPES)})
         self._saved: list[list[dict[int, torch.Tensor | None]]] | None = None
+        self.continuation: Any = None  # what the decoding loop needs to go on from here
 
     @property
     def is_compileable(self) -> bool:
@@ -206,6 +212,19 @@ class RowCache(Cache):
     def place(self, start: int, end: int, columns: torch.Tensor | None = None) -> None:
         """Plan the next pass; the arguments are those of [`Placement`]."""
         self.placement.set(start, end, columns)
+
+    def close(self, length: int) -> None:
+        """Nothing but a new `place` may write from here on; so many columns hold text."""
+        self.placement.set(length, length)
+        self.placement.is_open = False
+
+    def shows(self, start: int) -> bool:
+        """Whether a pass that starts at this column finds all earlier columns that it can see."""
+        return all(
+            layer.origin <= max(0, start - layer.window + 1)
+            for layer in self.layers
+            if isinstance(layer, RowLayer) and layer.window is not None
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The first column that the next pass writes."""

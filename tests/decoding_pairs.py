@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from conftest import TINY, make_draft, make_target
 from torch import nn
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
 
@@ -27,7 +27,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("qwen3_5_text", {"head_dim": 8, "layer_types": HYBRID_LAYERS, **LINEAR}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
 }  # fmt: skip
 
 
@@ -47,7 +50,9 @@ class GuessingDraft(DFlashDraftModel):
     its anchor's position and embedding.
     """
 
-    def teach(self, target: PreTrainedModel, sequences: torch.Tensor, wrong_share: float, seed: int = 0) -> GuessingDraft:
+    def teach(
+        self, target: PreTrainedModel, sequences: torch.Tensor, wrong_share: float, seed: int = 0
+    ) -> GuessingDraft:
         generator = torch.Generator().manual_seed(seed)
         self.answers = [row[row.cumsum(0) > 0] for row in sequences]  # without the padding of the prompt
         self.wrong = [torch.rand(len(row), generator=generator) < wrong_share for row in self.answers]
