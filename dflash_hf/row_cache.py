@@ -65,11 +65,12 @@ class RowLayer(CacheLayerMixin):
     """
 
     is_compileable = False
-    is_croppable = False
 
     def __init__(self, placement: Placement, window: int | None = None) -> None:
         super().__init__()
         self.placement, self.window = placement, window
+        self.keys: Any = None
+        self.values: Any = None
         self.origin = 0  # the column that the first stored one is
         self.is_sliding = window is not None
 
@@ -144,7 +145,7 @@ class RowLayer(CacheLayerMixin):
             self.keys, self.values = self.keys[rows.to(self.keys.device)], self.values[rows.to(self.values.device)]
 
 
-class RowHybridLayer(LinearAttentionLayer, RowLayer):
+class RowHybridLayer(LinearAttentionLayer, RowLayer):  # type: ignore[override]  # as transformers' own
     """A layer that has attention and a recurrent state at once."""
 
     is_compileable = False
