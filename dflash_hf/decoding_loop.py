@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .acceptance import Acceptance, accept_by_probability, accept_greedily
+from .acceptance import Acceptance, accept_by_probability, accept_greedily, best_tokens
 from .block_length import BlockLength
 from .configuration_dflash import describe_target
 from .decoding_statistics import DecodingStatistics, Stopwatch
 from .generation_rules import BlockScores, StoppingRules
 from .modeling_dflash import DFlashDraftModel, apply_head, embed_tokens
+from .packed_attention import packed_attention
 from .row_cache import RowCache
 
 logger = logging.get_logger(__name__)
@@ -205,6 +207,16 @@ class DecodingLoop:
         watch.lap("prefill")
         self._commit(self.tokens[:, :0], None, logits)
         watch.lap("rest")
+        is_packed = self.device.type == "cpu"  # where it was measured
+        with packed_attention(self.target.config, self.draft.config) if is_packed else nullcontext():
+            self._run_passes(watch)
+        for name, seconds in watch.totals().items():
+            setattr(self.statistics, f"{name}_s", seconds)
+        self.statistics.expected_sum = float(self.expected_sum)
+        if len(self.finished) == 1:
+            self._keep_continuation()
+
+    def _run_passes(self, watch: Stopwatch) -> None:
         while self.rows:
             self.block_length.start_pass()
             num_rows, room = len(self.rows), self.max_length - min(self.lengths)
@@ -218,21 +230,20 @@ class DecodingLoop:
             counts = self._commit(drafted, draft_scores, verified.logits, verified)
             self.block_length.end_pass(num_rows, num_slots, counts)
             watch.lap("rest")
-        for name, seconds in watch.totals().items():
-            setattr(self.statistics, f"{name}_s", seconds)
-        self.statistics.expected_sum = float(self.expected_sum)
-        if len(self.finished) == 1:
-            self.target_cache.close(self.read_lengths[0])
-            self.draft_cache.close(self.context_length[0])
-            self.target_cache.continuation = Continuation(
-                self.target,
-                self.draft,
-                self.finished[0][None],
-                self.read_lengths[0],
-                self.draft_cache,
-                self.context_length[0],
-                torch.cat([context.states for context in self.contexts], dim=1),
-            )
+
+    def _keep_continuation(self) -> None:
+        """Leave with the cache what a later call needs to go on from here."""
+        self.target_cache.close(self.read_lengths[0])
+        self.draft_cache.close(self.context_length[0])
+        self.target_cache.continuation = Continuation(
+            self.target,
+            self.draft,
+            self.finished[0][None],
+            self.read_lengths[0],
+            self.draft_cache,
+            self.context_length[0],
+            torch.cat([context.states for context in self.contexts], dim=1),
+        )
 
     def _prefill(self, prefill_inputs: list[dict[str, Any]]) -> torch.Tensor:
         """Read the prompts, and return the logits of the first new token, `[rows, 1, vocabulary]`."""
@@ -295,7 +306,7 @@ class DecodingLoop:
         # all slots are drafted, as in training; the head, the dearer part, takes those in use
         logits = apply_head(self.head, hidden[:, 1:num_slots].contiguous()).to(self.device)
         if not self.sample_proposals:
-            return logits.argmax(-1), None
+            return best_tokens(logits), None
         draft_scores = self.scores.prefix_free(logits.float())
         drafted = torch.multinomial(draft_scores.softmax(-1).flatten(0, 1), 1).view(draft_scores.shape[:2])
         return drafted, draft_scores

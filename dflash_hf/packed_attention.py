@@ -1,0 +1,77 @@
+"""SDPA for the few queries of a block: the query heads of a group share one copy of its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "dflash_packed_sdpa"
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    What transformers' SDPA computes, without a copy of the keys for every query head.
+
+    With a mask and several queries transformers repeats keys and values for each query head of a group. Here the heads
+    of a group stand in one line of queries instead. Everything else goes to transformers' own function.
+
+    Args:
+        module (`nn.Module`): the attention layer.
+        query (`torch.Tensor` of shape `[rows, heads, queries, head_dim]`): of the new tokens.
+        key, value (`torch.Tensor` of shape `[rows, kv_heads, keys, head_dim]`): of all tokens.
+        attention_mask (`torch.BoolTensor` of shape `[rows, 1, queries or 1, keys]`, *optional*): True = visible.
+        dropout, scaling, **kwargs: as for transformers' function.
+
+    Returns:
+        `tuple`: output of shape `[rows, queries, heads, head_dim]`, and `None`.
+    """
+    rows, num_heads, num_queries, head_dim = query.shape
+    groups = num_heads // key.shape[1]
+    is_plain_mask = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
+    if groups == 1 or num_queries == 1 or not is_plain_mask or dropout or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    packed = query.reshape(rows, key.shape[1], groups * num_queries, head_dim)
+    packed_mask = attention_mask.repeat(1, 1, 1 if attention_mask.shape[2] == 1 else groups, 1)
+    output = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=packed_mask, scale=scaling)
+    return output.reshape(rows, num_heads, num_queries, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, packed_sdpa)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextmanager
+def packed_attention(*configs: PreTrainedConfig) -> Iterator[None]:
+    """
+    Models of these configurations use [`packed_sdpa`] inside the context, if they use SDPA outside.
+
+    Args:
+        *configs (`PreTrainedConfig`): of live models.
+    """
+    text_configs = [config.get_text_config(decoder=True) for config in configs]
+    changed = [config for config in text_configs if config._attn_implementation == "sdpa"]
+    for config in changed:
+        config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        for config in changed:
+            config._attn_implementation = "sdpa"
