@@ -210,7 +210,7 @@ def tables(summaries: Sequence[DecodingSummary]) -> tuple[Table, Table, Table]:
 def _by_batch_size(
     summaries: Sequence[DecodingSummary], cell: Callable[[DecodingSummary], str], **words: Any
 ) -> Table:
-    table = Table(box=box.SIMPLE, title_justify="left", caption_justify="left", **words)
+    table = Table(box=box.SIMPLE, pad_edge=False, title_justify="left", caption_justify="left", **words)
     table.add_column("", no_wrap=True)
     batch_sizes = list(dict.fromkeys(summary.batch_size for summary in summaries))
     for batch_size in batch_sizes:
@@ -224,6 +224,8 @@ def _by_batch_size(
 def _times(summaries: Sequence[DecodingSummary], title: str) -> Table:
     table = Table(
         box=box.SIMPLE,
+        pad_edge=False,
+        collapse_padding=True,
         title=title,
         title_justify="left",
         caption="draft: its forward pass and the head on it; rest: outside both models; prefill: ms a call",
@@ -242,7 +244,7 @@ def _times(summaries: Sequence[DecodingSummary], title: str) -> Table:
             summary.label,
             str(summary.num_passes),
             f"{sum(in_steps.values()):.1f}",
-            *(f"{ms:.1f} {summary.phase_share[phase]:>4.0%}" for phase, ms in in_steps.items()),
+            *(f"{ms:.1f} {summary.phase_share[phase]:>3.0%}" for phase, ms in in_steps.items()),
             f"{summary.phase_s['prefill'] * 1e3 / summary.num_batches:.0f}",
             f"{summary.seconds:.1f}",
             end_section=is_last,
