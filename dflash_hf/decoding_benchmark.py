@@ -401,7 +401,8 @@ class DecodingBenchmark:
         self, temperature: float, prompts: list[int], method: Method, repeat: int, max_new_tokens: int
     ) -> DecodingRun:
         inputs = self._inputs(prompts)
-        draft, context_name = self.draft if method.name != "plain" else None, "context_hidden_states"
+        draft: nn.Module | None = None if method.name == "plain" else self.draft
+        context_name = "context_hidden_states"
         if method.name == "reference":
             draft, context_name = self._reference().model, "target_hidden"
         with CallRecorder(self.target, draft, context_name) as recorder:

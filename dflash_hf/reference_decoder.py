@@ -73,12 +73,12 @@ class ReferenceDecoder:
     def generate(
         self,
         target: PreTrainedModel,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         *,
         max_new_tokens: int,
         end_token_ids: list[int],
         temperature: float,
-    ) -> torch.LongTensor:
+    ) -> torch.Tensor:
         """
         Decode one row.
 
