@@ -189,7 +189,9 @@ class DecodingSummary:
         num_compared, num_identical (`int`): greedy answers that were compared with plain's of the same batch, and
             those with the same tokens. Plain's own are compared with its first answers to the same prompts, which come
             from the first batch size: what differs there comes from the arithmetic alone.
-        first_differences (`list[dict[str, int]]`): `prompt` and `token` of each first difference.
+        first_differences (`list[dict[str, Any]]`): `prompt` and `token` of each first difference, and `top_two_gap`,
+            by how much the target's best logit there is above its second (`None` until all is measured): a near-tie
+            can fall either way.
         num_passes (`int`): passes of the target after the prefill; one serves all rows.
         phase_s (`dict[str, float]`): seconds by phase.
         phase_share (`dict[str, float]`): shares of `draft`, `verify` and `rest` in their sum.
@@ -219,7 +221,7 @@ class DecodingSummary:
     num_passes: int
     phase_s: dict[str, float]
     phase_share: dict[str, float]
-    first_differences: list[dict[str, int]] = field(default_factory=list)
+    first_differences: list[dict[str, Any]] = field(default_factory=list)
     batches: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -455,18 +457,38 @@ class DecodingBenchmark:
             self.reference = ReferenceDecoder(self.draft)
         return self.reference
 
+    @torch.no_grad()
+    def top_two_gap(self, prompt: int, answer: list[int]) -> float:
+        """
+        How sure the target is of the token after the beginning of an answer.
+
+        Args:
+            prompt (`int`): index of the prompt.
+            answer (`list[int]`): the answer's tokens until there.
+
+        Returns:
+            `float`: difference of the two largest logits, in the target's precision.
+        """
+        row = self.rows[prompt]
+        logits = self.target(input_ids=torch.cat([row, row.new_tensor(answer)])[None]).logits[0, -1]
+        best, second = logits.float().topk(2).values.tolist()
+        return best - second
+
     def _answer(self, tokens: list[int]) -> list[int]:
         """Tokens up to and including the first that ends the answer; behind it there is padding."""
         ends = [index for index, token in enumerate(tokens) if token in self.end_token_ids]
         return tokens[: ends[0] + 1] if ends else tokens
 
 
-def summarize_runs(runs: Sequence[DecodingRun]) -> list[DecodingSummary]:
+def summarize_runs(
+    runs: Sequence[DecodingRun], top_two_gap: Callable[[int, list[int]], float] | None = None
+) -> list[DecodingSummary]:
     """
     Add up the runs of each temperature, batch size and method.
 
     Args:
         runs (`Sequence[DecodingRun]`): in the order of measuring; some may be missing.
+        top_two_gap (`Callable`, *optional*): [`DecodingBenchmark.top_two_gap`], to look at where answers differ.
 
     Returns:
         `list[DecodingSummary]`: temperatures, batch sizes and methods in the order of measuring.
@@ -486,13 +508,18 @@ def summarize_runs(runs: Sequence[DecodingRun]) -> list[DecodingSummary]:
         same = plain.get(run.batch_key)
         return [None] * run.batch_size if same is None else [(same, answer) for answer in same.token_ids]
 
-    return [_summarize(of_method, plain, baselines) for group in groups.values() for of_method in group.values()]
+    return [
+        _summarize(of_method, plain, baselines, top_two_gap)
+        for group in groups.values()
+        for of_method in group.values()
+    ]
 
 
 def _summarize(
     runs: list[DecodingRun],
     plain: dict[tuple[float, int, int, int], DecodingRun],
     baselines: Callable[[DecodingRun], list[tuple[DecodingRun, list[int]] | None]],
+    top_two_gap: Callable[[int, list[int]], float] | None,
 ) -> DecodingSummary:
     """One method's runs, beside the runs of plain generation on the same batches."""
     first = runs[0]
@@ -538,7 +565,8 @@ def _summarize(
                         summary.num_identical += 1
                     else:
                         token = _first_difference(answer, baseline[1])
-                        summary.first_differences.append({"prompt": prompt, "token": token})
+                        gap = None if top_two_gap is None else top_two_gap(prompt, answer[:token])
+                        summary.first_differences.append({"prompt": prompt, "token": token, "top_two_gap": gap})
         summary.batches.append(
             {
                 "repeat": run.repeat,

@@ -218,6 +218,14 @@ def test_a_loop_that_cannot_take_the_target_is_left_out_with_its_reason(tokenize
     assert len(runs) == benchmark.num_runs
 
 
+def test_the_gap_of_the_best_two_logits_is_the_one_after_the_given_text(tokenizer):
+    target, draft, _ = make_pair(tokenizer)
+    benchmark = DecodingBenchmark(target, draft, tokenizer, PROMPTS, BenchmarkSettings(batch_sizes=(1,)))
+    text = torch.tensor(tokenizer("<|user|>What?<|end|><|assistant|>")["input_ids"] + [7, 8])
+    first, second = target(text[None]).logits[0, -1].sort(descending=True).values[:2].tolist()
+    assert benchmark.top_two_gap(1, [7, 8]) == pytest.approx(first - second, abs=1e-5)
+
+
 def run_of(method, seconds, token_ids, *, prompts, committed=(), expected=None, temperature=0.0, repeat=0):
     phase_s = {"prefill": seconds / 2, "draft": seconds / 8, "verify": seconds / 4, "rest": seconds / 8}
     return DecodingRun(
@@ -249,7 +257,10 @@ def test_runs_add_up_to_the_numbers_of_a_worked_example():
     assert drafted.expected_accept_len == 7 / 4
     assert (drafted.committed_histogram, drafted.num_drafted_passes, drafted.num_passes) == ([1, 2, 1], 4, 12)
     assert (drafted.num_compared, drafted.num_identical) == (3, 1)
-    assert drafted.first_differences == [{"prompt": 1, "token": 1}, {"prompt": 2, "token": 2}]
+    differences = [{"prompt": 1, "token": 1, "top_two_gap": None}, {"prompt": 2, "token": 2, "top_two_gap": None}]
+    assert drafted.first_differences == differences
+    looked_up = summarize_runs(runs, lambda prompt, answer: prompt + sum(answer) / 100)[1].first_differences
+    assert [difference["top_two_gap"] for difference in looked_up] == [1.05, 2.14]
     assert drafted.phase_s == {"prefill": 3.5, "draft": 0.875, "verify": 1.75, "rest": 0.875}
     assert drafted.phase_share == {"draft": 0.25, "verify": 0.5, "rest": 0.25}
     assert [batch["speed_up"] for batch in drafted.batches] == [2.0, 0.5, 1.5, None]

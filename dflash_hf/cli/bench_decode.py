@@ -106,21 +106,22 @@ def decode(
     )
     runs: list[DecodingRun] = []
 
-    def write(is_complete: bool) -> None:
+    def write(summaries: list[DecodingSummary], is_complete: bool) -> None:
         if json_file is not None:
-            results = [asdict(summary) for summary in summarize_runs(runs)]
+            results = [asdict(summary) for summary in summaries]
             record = {**head, "is_complete": is_complete, "left_out": benchmark.left_out, "results": results}
             unfinished = json_file.with_name(json_file.name + ".part")
             unfinished.write_text(json.dumps(record, indent=1, allow_nan=False))
             os.replace(unfinished, json_file)
 
-    write(is_complete=False)
-    is_complete = _run(benchmark, runs, write, console)
-    write(is_complete)
+    write([], False)
+    is_complete = _run(benchmark, runs, lambda: write(summarize_runs(runs), False), console)
+    summaries = summarize_runs(runs, benchmark.top_two_gap if is_complete else None)
+    write(summaries, is_complete)
     for temperature in settings.temperatures:
-        summaries = [summary for summary in summarize_runs(runs) if summary.temperature == temperature]
-        if summaries:
-            console.print(*tables(summaries), sep="\n")
+        same = [summary for summary in summaries if summary.temperature == temperature]
+        if same:
+            console.print(*tables(same), sep="\n")
     for method, reason in benchmark.left_out.items():
         console.print(f"{method} was left out: {reason}", markup=False)
     if not is_complete:
@@ -141,9 +142,7 @@ def _values(option: str, text: str, convert: Callable[[str], Value]) -> tuple[Va
     return tuple(values)
 
 
-def _run(
-    benchmark: DecodingBenchmark, runs: list[DecodingRun], write: Callable[[bool], None], console: Console
-) -> bool:
+def _run(benchmark: DecodingBenchmark, runs: list[DecodingRun], write: Callable[[], None], console: Console) -> bool:
     """Collect the runs; returns whether all were made."""
     # no refreshing in the background: its thread would take time from what is measured
     progress = Progress(
@@ -165,7 +164,7 @@ def _run(
             for run in benchmark.run(show):
                 runs.append(run)
                 progress.update(task, advance=1, refresh=True)
-                write(False)
+                write()
         except KeyboardInterrupt:
             return False
     return True
@@ -192,6 +191,9 @@ def tables(summaries: Sequence[DecodingSummary]) -> tuple[Table, Table, Table]:
     if temperature == 0:
         title = f"{decoding}: tokens a pass ± standard error, and answers identical to plain's"
         caption = "plain itself: compared with its answers at the first batch size"
+        gaps = [difference["top_two_gap"] for summary in summaries for difference in summary.first_differences]
+        if gaps and None not in gaps:
+            caption += f"; where answers part, the best two logits are at most {max(gaps):.2g} apart"
 
         def cell(summary: DecodingSummary) -> str:
             same = f"{summary.num_identical}/{summary.num_compared}" if summary.num_compared else ""
