@@ -132,11 +132,35 @@ def generate_timed(
         for handle in handles:
             handle.remove()
     token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-    committed = context_lengths[1:]
-    if context_lengths:
-        undrafted_passes = len(target_passes) - len(context_lengths)  # prefill, and a last token without a draft
-        committed.append(len(token_ids) - undrafted_passes - sum(committed))
+    committed = committed_by_pass(context_lengths, len(target_passes), len(token_ids))
     return Generation(token_ids, seconds, committed)
+
+
+def committed_by_pass(context_lengths: list[int], num_target_passes: int, num_tokens: int) -> list[int]:
+    """
+    Tokens that each verify pass with a draft committed, from what the draft was called with.
+
+    Args:
+        context_lengths (`list[int]`): for each call of the draft, the tokens whose target states it got: the prompt,
+            then what the pass before it committed.
+        num_target_passes (`int`): passes of the target, the prefill included.
+        num_tokens (`int`): new tokens of the answer.
+
+    Returns:
+        `list[int]`: the last entry is cut where the answer ends.
+
+    Example:
+
+    ```python
+    >>> committed_by_pass([7, 2, 4], num_target_passes=5, num_tokens=11)
+    [2, 4, 3]
+
+    ```
+    """
+    if not context_lengths:
+        return []
+    undrafted_passes = num_target_passes - len(context_lengths)  # prefill, and a last token without a draft
+    return [*context_lengths[1:], num_tokens - undrafted_passes - sum(context_lengths[1:])]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`dflash-hf bench`: what a training step costs."""
+"""`dflash-hf bench`: what a training step costs, and what decoding with a draft gains."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..benchmark import PHASES, SHAPES, StepMeasurement, StepShapes, measure_steps
+from .bench_decode import decode
 
-bench = typer.Typer(help="Measure what a training step costs.", no_args_is_help=True)
-
-
-@bench.callback()
-def _group() -> None:
-    """Keeps `train` a command of its own name."""
+bench = typer.Typer(
+    help="Measure what a training step costs, and what decoding with a draft gains.", no_args_is_help=True
+)
+bench.command()(decode)
 
 
 @bench.command()

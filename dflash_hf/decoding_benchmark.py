@@ -1,0 +1,592 @@
+"""Speed and acceptance of decoding with a draft, beside plain generation and other loops: one process, one run."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .decoding import PROPOSALS, speculative_generate
+from .decoding_statistics import DecodingStatistics, Stopwatch
+from .evaluation import chat_inputs, committed_by_pass
+from .modeling_dflash import DFlashDraftModel
+from .reference_decoder import ReferenceDecoder
+
+PHASES = ("prefill", "draft", "verify", "rest")
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    A way to decode.
+
+    Args:
+        name (`str`): `"plain"` (`generate` without a draft), `"native"` (the loop of transformers), `"reference"` (the
+            package `dflash`) or `"ours"` ([`speculative_generate`]).
+        block_size (`int` or `"auto"`, *optional*): slots that ours verifies.
+        proposal (`str`, *optional*): how ours proposes tokens when sampling.
+    """
+
+    name: str
+    block_size: int | str | None = None
+    proposal: str | None = None
+
+    @property
+    def label(self) -> str:
+        """`str`: the method in a table."""
+        names = {"plain": "plain generate", "native": "transformers' loop", "reference": "dflash package"}
+        if self.name != "ours":
+            return names[self.name]
+        return f"ours, {self.block_size}" + (", sampled" if self.proposal == "sample" else "")
+
+
+@dataclass(frozen=True)
+class BenchmarkSettings:
+    """
+    What to measure.
+
+    Args:
+        max_new_tokens (`int`): longest answer in tokens.
+        batch_sizes (`tuple[int, ...]`): rows decoded together; the number of prompts is a multiple of each.
+        temperatures (`tuple[float, ...]`): 0 decodes greedily.
+        block_sizes (`tuple[int | str, ...]`): slots that ours verifies, 1 to the trained number, or `"auto"`.
+        proposals (`tuple[str, ...]`): `"argmax"`, `"sample"`: how ours proposes when sampling.
+        repeats (`int`): times that every batch is decoded by every method.
+        against_reference (`bool`): also run the decoder of the package `dflash`.
+        seed (`int`): of the draws.
+    """
+
+    max_new_tokens: int = 128
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    block_sizes: tuple[int | str, ...] = ("auto",)
+    proposals: tuple[str, ...] = ("argmax",)
+    repeats: int = 1
+    against_reference: bool = False
+    seed: int = 0
+
+    def check(self, num_prompts: int, trained_block_size: int) -> None:
+        """
+        Refuse settings that cannot be measured.
+
+        Args:
+            num_prompts (`int`): prompts at hand.
+            trained_block_size (`int`): slots of the draft's blocks.
+
+        Raises:
+            ValueError: a value breaks its rule.
+        """
+        if self.max_new_tokens < 2:
+            raise ValueError(
+                f"max_new_tokens={self.max_new_tokens} must be at least 2: a draft adds to a first token."
+            )
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats} must be at least 1.")
+        for name in ("batch_sizes", "temperatures", "block_sizes", "proposals"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty. Give at least one value.")
+        for batch_size in self.batch_sizes:
+            if batch_size < 1 or num_prompts < 1 or num_prompts % batch_size:
+                raise ValueError(
+                    f"{num_prompts} prompts make no whole batches of {batch_size}: a part of a batch would count as a "
+                    "full one. Choose a number of prompts that is a multiple of every batch size."
+                )
+        for temperature in self.temperatures:
+            if not 0 <= temperature < float("inf"):
+                raise ValueError(f"temperature={temperature} must be 0 (greedy) or a positive number.")
+        for block_size in self.block_sizes:
+            if block_size != "auto" and not (isinstance(block_size, int) and 1 <= block_size <= trained_block_size):
+                raise ValueError(
+                    f"block_size={block_size!r} must be 1 to {trained_block_size}, which the draft was trained for, "
+                    "or 'auto'."
+                )
+        for proposal in self.proposals:
+            if proposal not in PROPOSALS:
+                raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}.")
+
+    def methods(self, temperature: float, batch_size: int) -> list[Method]:
+        """Methods that can decode such a batch; the other loops take one row."""
+        methods = [Method("plain")]
+        if batch_size == 1:
+            methods += [Method("native"), *([Method("reference")] if self.against_reference else [])]
+        proposals = self.proposals if temperature > 0 else (None,)
+        return methods + [Method("ours", size, proposal) for size in self.block_sizes for proposal in proposals]
+
+
+@dataclass
+class DecodingRun:
+    """
+    One batch, decoded once.
+
+    Args:
+        temperature (`float`), batch_size (`int`), method ([`Method`]): what was run.
+        repeat (`int`), prompts (`list[int]`): which time, and on which prompts.
+        token_ids (`list[list[int]]`): new tokens of each row up to and including its first end token.
+        phase_s (`dict[str, float]`): seconds in the target's pass over the prompts (`prefill`), in the draft's forward
+            passes and the head on their results (`draft`), in the target's other passes (`verify`) and outside all of
+            these (`rest`).
+        num_passes (`int`): passes of the target after the prefill; one serves all rows.
+        committed (`list[int]`): tokens that each pass with a draft committed to a row, cut where the answer ends.
+        expected_sum (`float`, *optional*): what these were in expectation, added up; ours only.
+    """
+
+    temperature: float
+    batch_size: int
+    method: Method
+    repeat: int
+    prompts: list[int]
+    token_ids: list[list[int]]
+    phase_s: dict[str, float]
+    num_passes: int
+    committed: list[int]
+    expected_sum: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """`int`: new tokens of all rows, without padding."""
+        return sum(len(tokens) for tokens in self.token_ids)
+
+    @property
+    def seconds(self) -> float:
+        """`float`: wall time of the call."""
+        return sum(self.phase_s.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """`float`: new tokens of all rows a second, prefill included."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def batch_key(self) -> tuple[float, int, int, int]:
+        """What runs of different methods on the same batch have in common."""
+        return self.temperature, self.batch_size, self.repeat, self.prompts[0]
+
+
+@dataclass
+class DecodingSummary:
+    """
+    All runs of a method at one temperature and batch size.
+
+    Args:
+        temperature, batch_size, method, block_size, proposal, label: what was run.
+        num_batches, num_answers, num_tokens (`int`): calls, rows and new tokens.
+        seconds, tokens_per_s (`float`): wall time of the calls, and all new tokens over it.
+        speed_up (`float`, *optional*): median over batches of tokens a second, divided by plain's on the same batch.
+        speed_up_total (`float`, *optional*): the same for all tokens and seconds of these batches.
+        num_drafted_passes (`int`): passes with a draft, counted once for each row.
+        accept_len, accept_len_error (`float`, *optional*): mean tokens such a pass committed, the bonus token
+            included, and its standard error.
+        expected_accept_len (`float`, *optional*): the same in expectation, given the target's probabilities.
+        committed_histogram (`list[int]`): passes that committed 1, 2, … tokens.
+        num_compared, num_identical (`int`): greedy answers that were compared with plain's of the same batch, and
+            those with the same tokens. Plain's own are compared with its first answers to the same prompts, which come
+            from the first batch size: what differs there comes from the arithmetic alone.
+        first_differences (`list[dict[str, Any]]`): `prompt` and `token` of each first difference, and `top_two_gap`,
+            by how much the target's best logit there is above its second (`None` until all is measured): a near-tie
+            can fall either way.
+        num_passes (`int`): passes of the target after the prefill; one serves all rows.
+        phase_s (`dict[str, float]`): seconds by phase.
+        phase_share (`dict[str, float]`): shares of `draft`, `verify` and `rest` in their sum.
+        batches (`list[dict[str, Any]]`): numbers of each call.
+    """
+
+    temperature: float
+    batch_size: int
+    method: str
+    block_size: int | str | None
+    proposal: str | None
+    label: str
+    num_batches: int
+    num_answers: int
+    num_tokens: int
+    seconds: float
+    tokens_per_s: float
+    speed_up: float | None
+    speed_up_total: float | None
+    num_drafted_passes: int
+    accept_len: float | None
+    accept_len_error: float | None
+    expected_accept_len: float | None
+    committed_histogram: list[int]
+    num_compared: int
+    num_identical: int
+    num_passes: int
+    phase_s: dict[str, float]
+    phase_share: dict[str, float]
+    first_differences: list[dict[str, Any]] = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
+
+
+class CallRecorder:
+    """
+    Phases of one decoding call of any loop, told by hooks on target, draft and head while the context is open.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        draft (`nn.Module`, *optional*): the draft.
+        context_name (`str`): the draft's argument with the target's states, of shape `[rows, n, width]`.
+    """
+
+    def __init__(self, target: PreTrainedModel, draft: nn.Module | None, context_name: str) -> None:
+        self.target, self.draft, self.context_name = target, draft, context_name
+        self.num_target_passes = 0
+        self.context_lengths: list[int] = []
+        self._in_target = False
+        self._handles: list[Any] = []
+        self.phase_s: dict[str, float] = {}
+
+    def __enter__(self) -> CallRecorder:
+        head: Any = self.target.get_output_embeddings()
+        self._handles = [
+            self.target.register_forward_pre_hook(self._target_starts),
+            self.target.register_forward_hook(self._target_ends),
+            head.register_forward_pre_hook(self._head_starts),
+            head.register_forward_hook(self._head_ends),
+        ]
+        if self.draft is not None:
+            self._handles += [
+                self.draft.register_forward_pre_hook(self._draft_starts, with_kwargs=True),
+                self.draft.register_forward_hook(self._draft_ends),
+            ]
+        self.watch = Stopwatch(self.target.device)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.watch.lap("rest")
+        self.phase_s = {**dict.fromkeys(PHASES, 0.0), **self.watch.totals()}
+        for handle in self._handles:
+            handle.remove()
+
+    def _target_starts(self, module: nn.Module, args: Any) -> None:
+        self.watch.lap("rest")
+        self._in_target = True
+
+    def _target_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.watch.lap("verify" if self.num_target_passes else "prefill")
+        self.num_target_passes += 1
+        self._in_target = False
+
+    def _head_starts(self, module: nn.Module, args: Any) -> None:
+        if not self._in_target:
+            self.watch.lap("rest")
+
+    def _head_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._in_target:
+            self.watch.lap("draft")
+
+    def _draft_starts(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.watch.lap("rest")
+        self.context_lengths.append(kwargs[self.context_name].shape[1])
+
+    def _draft_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.watch.lap("draft")
+
+
+class DecodingBenchmark:
+    """
+    Decode the same prompts with every method, in turn.
+
+    For each temperature and batch size every method is warmed up once; then the methods alternate batch by batch, each
+    time in an order that has moved on by one, so that a drift of the machine hits all. All methods draw from the same
+    distribution: the target's own settings for generation, apart from its special tokens, are set aside.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]), tokenizer (`PreTrainedTokenizerBase`): the pair, with
+            the same dtype.
+        prompts (`Sequence[str]`): user messages.
+        settings ([`BenchmarkSettings`]): what to measure.
+
+    Raises:
+        ValueError: the settings do not fit the prompts or the draft.
+        ImportError: the package `dflash` is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DFlashDraftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[str],
+        settings: BenchmarkSettings,
+    ) -> None:
+        settings.check(len(prompts), draft.config.block_size)
+        self.target, self.draft, self.settings = target, draft, settings
+        self.reference = ReferenceDecoder(draft) if settings.against_reference else None
+        given: Any = target.generation_config
+        end_token_ids = [] if given is None or given.eos_token_id is None else given.eos_token_id
+        self.end_token_ids = end_token_ids if isinstance(end_token_ids, list) else [end_token_ids]
+        padding = [tokenizer.pad_token_id, *self.end_token_ids, 0]
+        self.pad_token_id = next(token_id for token_id in padding if token_id is not None)
+        self.rows = [
+            chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)["input_ids"][0]
+            for prompt in prompts
+        ]
+        self.left_out: dict[str, str] = {}
+
+    @property
+    def num_runs(self) -> int:
+        """`int`: calls that are measured in all."""
+        return sum(
+            self.settings.repeats * len(self.rows) // batch_size * len(self._methods(temperature, batch_size))
+            for temperature in self.settings.temperatures
+            for batch_size in self.settings.batch_sizes
+        )
+
+    def _methods(self, temperature: float, batch_size: int) -> list[Method]:
+        methods = self.settings.methods(temperature, batch_size)
+        return [method for method in methods if method.name not in self.left_out]
+
+    def run(self, on_start: Callable[[str], None] | None = None) -> Iterator[DecodingRun]:
+        """
+        Measure.
+
+        Args:
+            on_start (`Callable`, *optional*): called with a few words before each call.
+
+        Yields:
+            [`DecodingRun`], one a call.
+        """
+        say = on_start or (lambda words: None)
+        own_settings = self.target.generation_config
+        self.target.generation_config = GenerationConfig(
+            eos_token_id=self.end_token_ids or None, pad_token_id=self.pad_token_id
+        )
+        try:
+            for temperature in self.settings.temperatures:
+                for batch_size in self.settings.batch_sizes:
+                    place = f"T = {temperature:g}, batch {batch_size}: "
+                    for method in self._methods(temperature, batch_size):
+                        say(f"{place}{method.label}, warm-up")
+                        self._warm_up(temperature, batch_size, method)
+                    methods, num_rounds = self._methods(temperature, batch_size), 0
+                    for repeat in range(self.settings.repeats):
+                        for first in range(0, len(self.rows), batch_size):
+                            prompts = list(range(first, first + batch_size))
+                            turn = num_rounds % len(methods)
+                            num_rounds += 1
+                            for method in methods[turn:] + methods[:turn]:
+                                say(place + method.label)
+                                torch.manual_seed(self.settings.seed + num_rounds)
+                                yield self._decode(temperature, prompts, method, repeat, self.settings.max_new_tokens)
+        finally:
+            self.target.generation_config = own_settings
+
+    def _warm_up(self, temperature: float, batch_size: int, method: Method) -> None:
+        num_tokens = min(WARM_UP_TOKENS, self.settings.max_new_tokens)
+        try:
+            self._decode(temperature, list(range(batch_size)), method, 0, num_tokens)
+        except ValueError as error:
+            if method.name != "native":
+                raise
+            self.left_out["native"] = str(error)  # a target that only the loop of transformers cannot take
+
+    def _inputs(self, prompts: list[int]) -> dict[str, torch.Tensor]:
+        rows = [self.rows[prompt] for prompt in prompts]
+
+        def padded(values: list[torch.Tensor], padding: int) -> torch.Tensor:
+            return nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=padding, padding_side="left")
+
+        return {
+            "input_ids": padded(rows, self.pad_token_id),
+            "attention_mask": padded([torch.ones_like(row) for row in rows], 0),
+        }
+
+    def _decode(
+        self, temperature: float, prompts: list[int], method: Method, repeat: int, max_new_tokens: int
+    ) -> DecodingRun:
+        inputs = self._inputs(prompts)
+        draft: nn.Module | None = None if method.name == "plain" else self.draft
+        context_name = "context_hidden_states"
+        if method.name == "reference":
+            draft, context_name = self._reference().model, "target_hidden"
+        with CallRecorder(self.target, draft, context_name) as recorder:
+            sequences, ours = self._call(method, inputs, temperature, max_new_tokens)
+        token_ids = [self._answer(row) for row in sequences[:, inputs["input_ids"].shape[1] :].tolist()]
+        if ours is not None:
+            committed = [count for row in ours.committed for count in row]
+        else:
+            committed = committed_by_pass(recorder.context_lengths, recorder.num_target_passes, len(token_ids[0]))
+        return DecodingRun(
+            temperature,
+            len(prompts),
+            method,
+            repeat,
+            prompts,
+            token_ids,
+            recorder.phase_s,
+            recorder.num_target_passes - 1,
+            committed,
+            None if ours is None else ours.expected_sum,
+        )
+
+    def _call(
+        self, method: Method, inputs: dict[str, torch.Tensor], temperature: float, max_new_tokens: int
+    ) -> tuple[torch.Tensor, DecodingStatistics | None]:
+        """Sequences of shape `[rows, columns]`, and what ours says about them."""
+        if method.name == "reference":
+            sequences = self._reference().generate(
+                self.target,
+                inputs["input_ids"],
+                max_new_tokens=max_new_tokens,
+                end_token_ids=self.end_token_ids,
+                temperature=temperature,
+            )
+            return sequences, None
+        kwargs: dict[str, Any] = {**inputs, "max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        if temperature > 0:
+            kwargs.update(temperature=temperature, top_k=0, top_p=1.0)
+        if method.name == "ours":
+            kwargs.update(block_size=method.block_size, proposal=method.proposal or "argmax")
+            output = speculative_generate(self.target, self.draft, **kwargs)
+            return output.sequences, output.statistics
+        if method.name == "native":
+            kwargs.update(assistant_model=self.draft, speculation_type="dflash")
+        generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
+        return generate(**kwargs), None
+
+    def _reference(self) -> ReferenceDecoder:
+        if self.reference is None:
+            self.reference = ReferenceDecoder(self.draft)
+        return self.reference
+
+    @torch.no_grad()
+    def top_two_gap(self, prompt: int, answer: list[int]) -> float:
+        """
+        How sure the target is of the token after the beginning of an answer.
+
+        Args:
+            prompt (`int`): index of the prompt.
+            answer (`list[int]`): the answer's tokens until there.
+
+        Returns:
+            `float`: difference of the two largest logits, in the target's precision.
+        """
+        row = self.rows[prompt]
+        logits = self.target(input_ids=torch.cat([row, row.new_tensor(answer)])[None]).logits[0, -1]
+        best, second = logits.float().topk(2).values.tolist()
+        return best - second
+
+    def _answer(self, tokens: list[int]) -> list[int]:
+        """Tokens up to and including the first that ends the answer; behind it there is padding."""
+        ends = [index for index, token in enumerate(tokens) if token in self.end_token_ids]
+        return tokens[: ends[0] + 1] if ends else tokens
+
+
+def summarize_runs(
+    runs: Sequence[DecodingRun], top_two_gap: Callable[[int, list[int]], float] | None = None
+) -> list[DecodingSummary]:
+    """
+    Add up the runs of each temperature, batch size and method.
+
+    Args:
+        runs (`Sequence[DecodingRun]`): in the order of measuring; some may be missing.
+        top_two_gap (`Callable`, *optional*): [`DecodingBenchmark.top_two_gap`], to look at where answers differ.
+
+    Returns:
+        `list[DecodingSummary]`: temperatures, batch sizes and methods in the order of measuring.
+    """
+    plain = {run.batch_key: run for run in runs if run.method.name == "plain"}
+    first_answers: dict[tuple[float, int], tuple[DecodingRun, list[int]]] = {}
+    groups: dict[tuple[float, int], dict[Method, list[DecodingRun]]] = {}
+    for run in runs:
+        groups.setdefault((run.temperature, run.batch_size), {}).setdefault(run.method, []).append(run)
+        if run.method.name == "plain":
+            for prompt, answer in zip(run.prompts, run.token_ids, strict=True):
+                first_answers.setdefault((run.temperature, prompt), (run, answer))
+
+    def baselines(run: DecodingRun) -> list[tuple[DecodingRun, list[int]] | None]:
+        if run.method.name == "plain":
+            return [first_answers[run.temperature, prompt] for prompt in run.prompts]
+        same = plain.get(run.batch_key)
+        return [None] * run.batch_size if same is None else [(same, answer) for answer in same.token_ids]
+
+    return [
+        _summarize(of_method, plain, baselines, top_two_gap)
+        for group in groups.values()
+        for of_method in group.values()
+    ]
+
+
+def _summarize(
+    runs: list[DecodingRun],
+    plain: dict[tuple[float, int, int, int], DecodingRun],
+    baselines: Callable[[DecodingRun], list[tuple[DecodingRun, list[int]] | None]],
+    top_two_gap: Callable[[int, list[int]], float] | None,
+) -> DecodingSummary:
+    """One method's runs, beside the runs of plain generation on the same batches."""
+    first = runs[0]
+    num_tokens, seconds = sum(run.num_tokens for run in runs), sum(run.seconds for run in runs)
+    pairs = [(run, plain[run.batch_key]) for run in runs if run.batch_key in plain]
+    ratios = {run.batch_key: run.tokens_per_s / other.tokens_per_s for run, other in pairs}
+    committed = [count for run in runs for count in run.committed]
+    histogram = Counter(committed)
+    expected = [run.expected_sum for run in runs if run.expected_sum is not None]
+    summary = DecodingSummary(
+        temperature=first.temperature,
+        batch_size=first.batch_size,
+        method=first.method.name,
+        block_size=first.method.block_size,
+        proposal=first.method.proposal,
+        label=first.method.label,
+        num_batches=len(runs),
+        num_answers=sum(run.batch_size for run in runs),
+        num_tokens=num_tokens,
+        seconds=seconds,
+        tokens_per_s=num_tokens / seconds,
+        speed_up=statistics.median(ratios.values()) if ratios else None,
+        speed_up_total=_rate([run for run, _ in pairs]) / _rate([other for _, other in pairs]) if pairs else None,
+        num_drafted_passes=len(committed),
+        accept_len=statistics.fmean(committed) if committed else None,
+        accept_len_error=statistics.stdev(committed) / len(committed) ** 0.5 if len(committed) > 1 else None,
+        expected_accept_len=sum(expected) / len(committed) if expected and committed else None,
+        committed_histogram=[histogram[count] for count in range(1, max(committed, default=0) + 1)],
+        num_compared=0,
+        num_identical=0,
+        num_passes=sum(run.num_passes for run in runs),
+        phase_s={phase: sum(run.phase_s[phase] for run in runs) for phase in PHASES},
+        phase_share={},
+    )
+    in_steps = sum(summary.phase_s.values()) - summary.phase_s["prefill"]
+    summary.phase_share = {phase: summary.phase_s[phase] / in_steps for phase in PHASES if phase != "prefill"}
+    for run in runs:
+        if run.temperature == 0:
+            for prompt, answer, baseline in zip(run.prompts, run.token_ids, baselines(run), strict=True):
+                if baseline is not None and baseline[0] is not run:
+                    summary.num_compared += 1
+                    if answer == baseline[1]:
+                        summary.num_identical += 1
+                    else:
+                        token = _first_difference(answer, baseline[1])
+                        gap = None if top_two_gap is None else top_two_gap(prompt, answer[:token])
+                        summary.first_differences.append({"prompt": prompt, "token": token, "top_two_gap": gap})
+        summary.batches.append(
+            {
+                "repeat": run.repeat,
+                "prompts": run.prompts,
+                "num_tokens": run.num_tokens,
+                "num_passes": run.num_passes,
+                "seconds": run.seconds,
+                "tokens_per_s": run.tokens_per_s,
+                "speed_up": ratios.get(run.batch_key),
+                "phase_s": run.phase_s,
+            }
+        )
+    return summary
+
+
+def _rate(runs: list[DecodingRun]) -> float:
+    return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def _first_difference(left: list[int], right: list[int]) -> int:
+    """Index of the first token that differs, or that only one of the two has."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    return sum(1 for _ in same)
