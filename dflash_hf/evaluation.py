@@ -1,4 +1,4 @@
-"""Acceptance and speed of a draft on prompts, measured with transformers' own generation."""
+"""Acceptance and speed of a draft on prompts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .decoding import speculative_generate
 from .modeling_dflash import DFlashDraftModel
 
 
@@ -94,24 +96,36 @@ def _synchronize(device: torch.device) -> None:
 
 
 def generate_timed(
-    target: PreTrainedModel, inputs: dict[str, torch.Tensor], draft: DFlashDraftModel | None = None, **kwargs: Any
+    target: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    draft: DFlashDraftModel | None = None,
+    *,
+    own_loop: bool = False,
+    **kwargs: Any,
 ) -> Generation:
     """
     Run `target.generate` once and record time and acceptance.
 
-    What each verify pass committed is read off the draft's inputs: a draft call gets the states of the tokens that
-    the pass before it committed.
+    What each verify pass of transformers' loop committed is read off the draft's inputs: a draft call gets the states
+    of the tokens that the pass before it committed.
 
     Args:
         target (`PreTrainedModel`): the target.
         inputs (`dict`): `input_ids` of shape `[1, S]` and `attention_mask`.
         draft ([`DFlashDraftModel`], *optional*): plain generation without it.
+        own_loop (`bool`, defaults to `False`): decode with [`speculative_generate`] instead of transformers' loop.
         **kwargs: for `generate`.
 
     Returns:
         [`Generation`]
     """
     generate: Any = target.generate  # a mixin's method, which type checkers do not see
+    if draft is not None and own_loop:
+        _synchronize(target.device)
+        start = time.perf_counter()
+        drafted: Any = speculative_generate(target, draft, **inputs, **kwargs)
+        token_ids = drafted.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return Generation(token_ids, time.perf_counter() - start, drafted.statistics.committed[0])
     context_lengths: list[int] = []
     target_passes: list[None] = []
     handles = [target.register_forward_pre_hook(lambda module, args: target_passes.append(None))]
@@ -208,30 +222,41 @@ def generated_accept_len(
 
 def chat_inputs(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: str | Sequence[Mapping[str, str]],
     device: torch.device,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """
-    A user message as inputs of `generate`, through the chat template if there is one.
+    A user message or a conversation as inputs of `generate`, through the chat template if there is one.
+
+    Without a template an answer continues the line it answers, and everything else takes a line of its own.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): the target's.
-        prompt (`str`): the user's words.
+        prompt (`str` or `Sequence[Mapping]`): the user's words, or messages with `role` and `content`.
         device (`torch.device`): of the result.
         chat_template_kwargs (`dict`, *optional*): for the template.
 
     Returns:
         `dict`: `input_ids` and `attention_mask`, each of shape `[1, S]`.
+
+    Raises:
+        ValueError: the template refuses the messages.
     """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if tokenizer.chat_template is None:
-        return dict(tokenizer(prompt, return_tensors="pt").to(device))
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        tokenize=False,
-        **(chat_template_kwargs or {}),
-    )
+        text = "".join(message["content"] + "\n" * (message["role"] != "user") for message in messages)
+        return dict(tokenizer(text, return_tensors="pt").to(device))
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **(chat_template_kwargs or {})
+        )
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path!r} refuses messages of the roles {roles}: {error} Many "
+            "templates take no system message: leave it out."
+        ) from error
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(device)
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 

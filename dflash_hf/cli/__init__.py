@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .bench import bench
+from .chat import chat
 from .demo import demo
 from .generate import generate
 from .regenerate import regenerate
@@ -27,6 +28,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(train)
 app.command()(generate)
+app.command()(chat)
 app.command()(regenerate)
 app.add_typer(bench, name="bench")
 

@@ -6,11 +6,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from torch import nn
 
 from ..evaluation import chat_inputs, compare_on_prompts, generate_timed
-from ..modeling_dflash import DFlashDraftModel
-from .loading import load_target
+from .loading import load_pair
 
 
 def generate(
@@ -24,14 +22,8 @@ def generate(
 ) -> None:
     """Answer a prompt with a draft; print acceptance length and tokens a second."""
     console = Console()
-    pair = DFlashDraftModel.from_pretrained(draft, target=False)
-    name = target or pair.config.target_name_or_path
-    if name is None:
-        raise ValueError(f"The draft {draft!r} names no target. Pass --target.")
-    model, tokenizer = load_target(name, dtype)
-    pair.tie_target(model)
-    nn.Module.to(pair, model.device, model.dtype)
-    kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    model, pair, tokenizer = load_pair(draft, target, dtype)
+    kwargs: dict[str, Any] = {"own_loop": True, "max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         kwargs["temperature"] = temperature
     if compare:

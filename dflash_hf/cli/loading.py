@@ -1,10 +1,12 @@
-"""Load a target for a command: weights and tokenizer, on the accelerator if there is one."""
+"""Load a target or a pair for a command: weights and tokenizer, on the accelerator if there is one."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..modeling_dflash import DFlashDraftModel
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -35,3 +37,31 @@ def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, P
     if device is not None and torch.accelerator.is_available():
         nn.Module.to(target, device)
     return target, tokenizer
+
+
+def load_pair(
+    draft: str, target: str | None, dtype: str
+) -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
+    """
+    Load a draft and its target, in one dtype and on one device.
+
+    Args:
+        draft (`str`): Hub name or folder.
+        target (`str`, *optional*): Hub name or folder; the one the draft names if left out.
+        dtype (`str`): as for [`load_target`].
+
+    Returns:
+        `tuple`: the target, the draft tied to it, and the target's tokenizer.
+
+    Raises:
+        ValueError: no target is known, the dtype is unknown, or the two do not fit together.
+        OSError: one of them cannot be read.
+    """
+    pair = DFlashDraftModel.from_pretrained(draft, target=False)
+    name = target or pair.config.target_name_or_path
+    if name is None:
+        raise ValueError(f"The draft {draft!r} names no target. Pass --target.")
+    model, tokenizer = load_target(name, dtype)
+    pair.tie_target(model)
+    nn.Module.to(pair, model.device, model.dtype)
+    return model, pair, tokenizer
