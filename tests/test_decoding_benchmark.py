@@ -365,20 +365,20 @@ def invoke(*arguments: object):
 def test_the_command_prints_tables_and_writes_the_numbers(saved_pair, tmp_path):
     numbers = tmp_path / "numbers.json"
     result = invoke(
-        "--draft", saved_pair, "--num-prompts", 2, "--max-new-tokens", 4, "--block-sizes", "trained,4,2",
+        "--draft", saved_pair, "--num-prompts", 2, "--max-new-tokens", 4, "--block-sizes", "trained,4,auto",
         "--batch-sizes", "1,2", "--proposal", "argmax,sample", "--json", numbers, "--dtype", "float32",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    for words in ("sampling at T = 1: tokens/s", "identical to plain's", "transformers' loop", "ours, 2, sampled"):
+    for words in ("sampling at T = 1: tokens/s", "identical to plain's", "transformers' loop", "ours, auto, sampled"):
         assert words in result.output, words
     record = json.loads(numbers.read_text())
     assert record["is_complete"]
     assert record["left_out"] == {}
     assert record["trained_block_size"] == 4
-    assert record["settings"]["block_sizes"] == [4, 2]
+    assert record["settings"]["block_sizes"] == [4, "auto"]
     assert [path.name for path in tmp_path.glob("numbers*")] == ["numbers.json"]
     measured = [(r["temperature"], r["batch_size"], r["label"]) for r in record["results"]]
-    greedy = [(0, size, label) for size in (1, 2) for label in ("plain generate", "ours, 4", "ours, 2")]
+    greedy = [(0, size, label) for size in (1, 2) for label in ("plain generate", "ours, 4", "ours, auto")]
     assert [m for m in measured if m[0] == 0 and m[2] != "transformers' loop"] == greedy
     assert len(measured) == (2 * 3 + 1) + (2 * 5 + 1)
     for result in record["results"]:
@@ -420,8 +420,9 @@ def test_ctrl_c_keeps_what_was_measured(saved_pair, tmp_path, monkeypatch):
     monkeypatch.setattr(decoding_benchmark, "speculative_generate", interrupted)
     numbers = tmp_path / "numbers.json"
     result = invoke(
-        "--draft", saved_pair, "--num-prompts", 4, "--batch-sizes", 1, "--max-new-tokens", 4, "--json", numbers
-    )
+        "--draft", saved_pair, "--num-prompts", 4, "--batch-sizes", 1, "--max-new-tokens", 4, "--json", numbers,
+        "--block-sizes", "trained",
+    )  # fmt: skip
     assert result.exit_code == 130
     assert "interrupted" in result.output
     assert "greedy: tokens/s" in result.output

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich import box
@@ -42,7 +42,7 @@ def decode(
     temperatures: Annotated[str, typer.Option(help="0 decodes greedily, above 0 samples.")] = "0,1",
     block_sizes: Annotated[
         str, typer.Option(help="Slots that ours verifies: numbers, 'trained' for the draft's own, 'auto'.")
-    ] = "trained",
+    ] = "trained,auto",
     proposal: Annotated[str, typer.Option(help="How ours proposes when sampling: argmax, sample or both.")] = "argmax",
     repeats: Annotated[int, typer.Option(help="Times that each method decodes each batch.")] = 1,
     against: Annotated[str | None, typer.Option(help="'dflash': also the decoder of that package (batch 1).")] = None,
@@ -96,11 +96,13 @@ def decode(
         "num_prompts": num_prompts,
         "settings": asdict(settings),
     }
+    also = ""
     if benchmark.reference is not None:
         head["reference"] = f"dflash {benchmark.reference.version}"
+        also = f"; against {head['reference']}"
     console.print(
         f"{head['hardware']}; {head['software']}; target {name}, {head['dtype']}, on {model.device}; draft {draft}, "
-        f"{trained} slots a block; {num_prompts} prompts, at most {max_new_tokens} new tokens",
+        f"{trained} slots a block; {num_prompts} prompts, at most {max_new_tokens} new tokens{also}",
         highlight=False,
         soft_wrap=True,
     )
@@ -121,7 +123,7 @@ def decode(
     for temperature in settings.temperatures:
         same = [summary for summary in summaries if summary.temperature == temperature]
         if same:
-            console.print(*tables(same), sep="\n")
+            console.print(*tables(same), sep="\n", highlight=False)
     for method, reason in benchmark.left_out.items():
         console.print(f"{method} was left out: {reason}", markup=False)
     if not is_complete:
@@ -170,7 +172,7 @@ def _run(benchmark: DecodingBenchmark, runs: list[DecodingRun], write: Callable[
     return True
 
 
-def tables(summaries: Sequence[DecodingSummary]) -> tuple[Table, Table, Table]:
+def tables(summaries: Sequence[DecodingSummary]) -> list[Table | str]:
     """
     Speed, acceptance and times of one temperature, each at most 100 columns wide with four batch sizes.
 
@@ -178,41 +180,38 @@ def tables(summaries: Sequence[DecodingSummary]) -> tuple[Table, Table, Table]:
         summaries (`Sequence[DecodingSummary]`): of one temperature.
 
     Returns:
-        `tuple[Table, Table, Table]`
+        `list[Table | str]`: headings, tables and notes, to be printed one below the other.
     """
     temperature = summaries[0].temperature
     decoding = "greedy" if temperature == 0 else f"sampling at T = {temperature:g}"
     speed = _by_batch_size(
-        summaries,
-        lambda summary: f"{summary.tokens_per_s:.1f} {_number(summary.speed_up, '{:.2f}×'):>6}",
-        title=f"{decoding}: tokens/s, prefill included, and × plain (median over the batches)",
-        caption="ours, N: N slots of a block are verified, the anchor included",
+        summaries, lambda summary: f"{summary.tokens_per_s:.1f} {_number(summary.speed_up, '{:.2f}×'):>6}"
     )
+    acceptance = _by_batch_size(summaries, _greedy_cell if temperature == 0 else _sampling_cell)
+    note = "the expectation counts whole passes, also where an answer ends inside one"
     if temperature == 0:
-        title = f"{decoding}: tokens a pass ± standard error, and answers identical to plain's"
-        caption = "plain itself: compared with its answers at the first batch size"
+        beside = "answers identical to plain's"
+        note = "plain itself: compared with its answers at the first batch size"
         gaps = [difference["top_two_gap"] for summary in summaries for difference in summary.first_differences]
         if gaps and None not in gaps:
-            caption += f"; where answers part, the best two logits are at most {max(gaps):.2g} apart"
-
-        def cell(summary: DecodingSummary) -> str:
-            same = f"{summary.num_identical}/{summary.num_compared}" if summary.num_compared else ""
-            return f"{_acceptance(summary)} {same:>5}"
+            note += f"; where answers part, the best two logits are at most {max(gaps):.2g} apart"
     else:
-        title = f"{decoding}: tokens a pass ± standard error, and (expected by the target's probabilities)"
-        caption = None
+        beside = "(expected by the target's probabilities)"
+    return [
+        f"[bold]{decoding}: tokens/s, prefill included, and × plain (median over the batches)",
+        speed,
+        "[dim]ours, N: N slots of a block are verified, the anchor included\n",
+        f"[bold]{decoding}: tokens a pass ± standard error, and {beside}",
+        acceptance,
+        f"[dim]{note}\n",
+        f"[bold]{decoding}: ms a pass of the target, and their shares",
+        _times(summaries),
+        "[dim]draft: its forward pass and the head on it; rest: outside both models; prefill: ms a call\n",
+    ]
 
-        def cell(summary: DecodingSummary) -> str:
-            return f"{_acceptance(summary)} {_number(summary.expected_accept_len, '({:.2f})'):>6}"
 
-    acceptance = _by_batch_size(summaries, cell, title=title, caption=caption)
-    return speed, acceptance, _times(summaries, f"{decoding}: ms a pass of the target, and their shares")
-
-
-def _by_batch_size(
-    summaries: Sequence[DecodingSummary], cell: Callable[[DecodingSummary], str], **words: Any
-) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, title_justify="left", caption_justify="left", **words)
+def _by_batch_size(summaries: Sequence[DecodingSummary], cell: Callable[[DecodingSummary], str]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("", no_wrap=True)
     batch_sizes = list(dict.fromkeys(summary.batch_size for summary in summaries))
     for batch_size in batch_sizes:
@@ -223,16 +222,8 @@ def _by_batch_size(
     return table
 
 
-def _times(summaries: Sequence[DecodingSummary], title: str) -> Table:
-    table = Table(
-        box=box.SIMPLE,
-        pad_edge=False,
-        collapse_padding=True,
-        title=title,
-        title_justify="left",
-        caption="draft: its forward pass and the head on it; rest: outside both models; prefill: ms a call",
-        caption_justify="left",
-    )
+def _times(summaries: Sequence[DecodingSummary]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for name in ("passes", "ms", "draft", "verify", "rest", "prefill", "total s"):
@@ -252,6 +243,15 @@ def _times(summaries: Sequence[DecodingSummary], title: str) -> Table:
             end_section=is_last,
         )
     return table
+
+
+def _greedy_cell(summary: DecodingSummary) -> str:
+    same = f"{summary.num_identical}/{summary.num_compared}" if summary.num_compared else ""
+    return f"{_acceptance(summary)} {same:>5}"
+
+
+def _sampling_cell(summary: DecodingSummary) -> str:
+    return f"{_acceptance(summary)} {_number(summary.expected_accept_len, '({:.2f})'):>6}"
 
 
 def _acceptance(summary: DecodingSummary) -> str:
