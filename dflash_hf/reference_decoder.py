@@ -45,7 +45,7 @@ class ReferenceDecoder:
 
     def __init__(self, draft: DFlashDraftModel) -> None:
         try:
-            from dflash import model as reference  # type: ignore[import-not-found, unused-ignore]  # may be missing
+            from dflash import model as reference
 
             self._generate, model_class = reference.dflash_generate, reference.DFlashDraftModel
             self.version = version("dflash")
@@ -55,9 +55,8 @@ class ReferenceDecoder:
                 "pip install --no-deps dflash==0.1.0 (the versions that it pins are not needed)."
             ) from error
         config = draft.config
-        values = {name: getattr(config, name) for name in SAME_FIELDS}
-        described = Qwen3Config(
-            **values,
+        described: dict[str, Any] = {name: getattr(config, name) for name in SAME_FIELDS}
+        described.update(
             use_sliding_window=config.sliding_window is not None,
             num_target_layers=config.target_num_hidden_layers,
             dflash_config={
@@ -66,7 +65,7 @@ class ReferenceDecoder:
                 "target_layer_ids": config.target_layer_ids,
             },
         )
-        self.model: nn.Module = model_class(described).eval()
+        self.model: nn.Module = model_class(Qwen3Config(**described)).eval()
         self.model.to(draft.device)  # no dtype: its rotary frequencies stay in fp32
         self.model.load_state_dict(draft.state_dict(), assign=True)
 
