@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .block_length import AdaptiveBlockLength, BlockLength, times_of_pair
+from .cache_check import check_cache_continuation
 from .configuration_dflash import describe_target
 from .decoding_loop import DecodingLoop, VerifyPass
 from .decoding_statistics import DecodingStatistics
@@ -100,6 +101,7 @@ def dflash_decoding(
         )
     num_padding = _check_call(model, input_ids, generation_config, model_kwargs)
     draft.check_target(model)
+    check_cache_continuation(model)
     if proposal not in PROPOSALS:
         raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}.")
     if streamer is not None and len(input_ids) > 1:
@@ -129,7 +131,7 @@ def dflash_decoding(
     )
     given = model_kwargs.pop("cache", None)
     num_read = loop.resume(given, given.continuation) if getattr(given, "continuation", None) is not None else 0
-    if not num_read and given is not None and given.get_seq_length() > 0:
+    if not num_read and getattr(given, "is_initialized", False):  # recurrent layers alone have no length
         logger.warning_once(
             f"The cache that was passed ({type(given).__name__}) does not hold this text for this pair: the whole "
             "text is read, and the cache is left as it is."
