@@ -51,13 +51,15 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-# … and these do not: Jamba and Mamba start anew, RecurrentGemma keeps its state in modules, RWKV and MiniMax elsewhere.
+# … and these do not: Jamba and Mamba start anew, RecurrentGemma keeps its state in modules, RWKV and MiniMax
+# elsewhere, and nothing is known here of Llama 4's chunks.
 NOT_CONTINUING: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "num_experts_per_tok": 1, "mamba_dt_rank": 4}),
     "mamba": ("mamba", {"state_size": 8}),
     "recurrent_gemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 7}),
     "minimax": ("minimax", {"layer_types": HYBRID_LAYERS, "num_local_experts": 2, "block_size": 4}),
     "rwkv": ("rwkv", {"attention_hidden_size": 32}),
+    "llama4": ("llama4_text", {"attention_chunk_size": 8, "num_local_experts": 2}),
 }  # fmt: skip
 
 

@@ -272,3 +272,18 @@ def best_fit_rows(lengths: list[int], capacity: int) -> list[list[int]]:
         best["space"] -= lengths[document]
         best["since"] = clock
     return sorted(sorted(row["documents"]) for row in rows)
+
+
+class RowLists:
+    """What each row of a cache holds, as a dict from column to the last vector written there."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.rows: list[dict[int, torch.Tensor]] = [{} for _ in range(num_rows)]
+
+    def write(self, columns: list[list[int]], values: torch.Tensor) -> None:
+        for row, row_columns in enumerate(columns):
+            for index, column in enumerate(row_columns):
+                self.rows[row][column] = values[row, :, index]
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
