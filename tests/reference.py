@@ -287,3 +287,28 @@ class RowLists:
 
     def keep(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
+
+
+def chi_square_p_value(counts: list[int], probabilities: list[float]) -> float:
+    """Chance of a worse fit by luck; what is expected less than five times is counted together."""
+    total = sum(counts)
+    statistic, cells, rest_count, rest_expected = 0.0, 0, 0, 0.0
+    for count, probability in zip(counts, probabilities, strict=True):
+        expected = total * probability
+        if probability <= 1e-9:
+            if count:
+                return 0.0
+        elif expected < 5:
+            rest_count, rest_expected = rest_count + count, rest_expected + expected
+        else:
+            statistic += (count - expected) ** 2 / expected
+            cells += 1
+    if rest_expected >= 5:
+        statistic += (rest_count - rest_expected) ** 2 / rest_expected
+        cells += 1
+    if cells < 2:
+        return 1.0
+    # the upper tail of a gamma distribution of half as many degrees of freedom
+    return torch.special.gammaincc(
+        torch.tensor((cells - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
+    ).item()
