@@ -79,7 +79,7 @@ def dflash_decoding(
             When sampling, `"argmax"` proposes the draft's best tokens and accepts each with the target's probability;
             `"sample"` draws the proposals from the draft. Both are lossless; the first accepts more.
         streamer (`BaseStreamer`, *optional*):
-            Gets the prompt, then the tokens of each pass at once. One row only.
+            Gets the prompt, then each token, as in plain generation. One row only.
         on_pass (`Callable`, *optional*):
             Called with a [`VerifyPass`] after every pass of the target.
 
@@ -111,7 +111,8 @@ def dflash_decoding(
         streamer.put(input_ids.cpu())
 
         def streamed(verify_pass: VerifyPass) -> None:
-            streamer.put(torch.tensor(verify_pass.token_ids))
+            for token in verify_pass.token_ids[0]:  # one by one: a streamer may flush at some of them
+                streamer.put(torch.tensor([token]))
             if on_pass is not None:
                 on_pass(verify_pass)
 
