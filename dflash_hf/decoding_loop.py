@@ -435,7 +435,7 @@ class DecodingLoop:
         if len(self.scores) or self.do_sample or self.keep_scores:
             scores = scores.to(torch.float32, copy=True)
         if len(self.scores):
-            scores = self.scores(self.tokens, self.lengths, scores)
+            scores = self.scores(self.tokens, self.lengths, scores, self.rows)
         if self.do_sample:
             return accept_by_probability(drafted, scores, draft_scores), scores
         return accept_greedily(drafted, scores), scores
