@@ -25,8 +25,8 @@ def check_cache_continuation(target: PreTrainedModel) -> None:
     Refuse a target whose recurrent layers cannot read several tokens from a saved state.
 
     A verify pass reads several tokens at once after those in the cache, and goes back when some are rejected. Some
-    models start from nothing whenever they get more than one token, or keep their state where no cache reaches it: their
-    text would be wrong without any error. So a few tokens are read at once and in parts, with a rejected part in
+    models start from nothing whenever they get more than one token, or keep their state where no cache reaches it;
+    their text would be wrong without any error. So a few tokens are read at once and in parts, with a rejected part in
     between, and the logits are compared. Once for each target, and only if it has recurrent layers.
 
     Args:
@@ -41,7 +41,9 @@ def check_cache_continuation(target: PreTrainedModel) -> None:
     if target not in _goes_on_exactly:
         _goes_on_exactly[target] = _logits_in_parts_agree(target, cache)
     if not _goes_on_exactly[target]:
-        kinds = f"layers of type {', '.join(cache.recurrent_layer_types)}" if cache.is_recurrent else "recurrent layers"
+        kinds = (
+            f"layers of type {', '.join(cache.recurrent_layer_types)}" if cache.is_recurrent else "recurrent layers"
+        )
         raise ValueError(
             f"The target {describe_target(target)} has {kinds} that do not go on from a cache with several tokens at "
             "once, which verifying drafted tokens needs: read in parts, a text gave other logits than read at once. "

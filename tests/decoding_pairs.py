@@ -54,7 +54,10 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
 # … and these do not: Jamba and Mamba start anew, RecurrentGemma keeps its state in modules, RWKV and MiniMax
 # elsewhere, and nothing is known here of Llama 4's chunks.
 NOT_CONTINUING: dict[str, tuple[str, dict[str, Any]]] = {
-    "jamba": ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "num_experts_per_tok": 1, "mamba_dt_rank": 4}),
+    "jamba": (
+        "jamba",
+        {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "num_experts_per_tok": 1, "mamba_dt_rank": 4},
+    ),
     "mamba": ("mamba", {"state_size": 8}),
     "recurrent_gemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 7}),
     "minimax": ("minimax", {"layer_types": HYBRID_LAYERS, "num_local_experts": 2, "block_size": 4}),
@@ -128,7 +131,7 @@ def ragged_prompts(num_rows: int, length: int = 9, seed: int = 0) -> dict[str, t
 def count_near_ties(
     target: PreTrainedModel, inputs: dict[str, torch.Tensor], plain: torch.Tensor, drafted: torch.Tensor
 ) -> int:
-    """Rows whose two texts part where the target's two best logits are closer than 1e-4; any other difference fails."""
+    """Rows whose two texts part where the target's two best logits are closer than 1e-4; else a difference fails."""
     assert plain.shape[0] == drafted.shape[0]
     count, num_columns = 0, inputs["input_ids"].shape[1]
     for mask, ours, theirs in zip(inputs["attention_mask"], drafted.tolist(), plain.tolist(), strict=True):

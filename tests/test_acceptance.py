@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from conftest import make_draft
 from decoding_pairs import make_guessing_draft, make_target
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
@@ -198,7 +197,9 @@ def test_impossible_proposals_are_never_accepted_and_sure_ones_always():
     scores = torch.full((500, 2, 3), -torch.inf)
     scores[:, :, 1] = 0.0
     for draft_scores in (None, torch.zeros(500, 1, 3)):
-        assert accept_by_probability(torch.ones(500, 1, dtype=torch.long), scores, draft_scores).num_accepted.eq(1).all()
+        assert (
+            accept_by_probability(torch.ones(500, 1, dtype=torch.long), scores, draft_scores).num_accepted.eq(1).all()
+        )
         impossible = accept_by_probability(torch.zeros(500, 1, dtype=torch.long), scores, draft_scores)
         assert impossible.num_accepted.eq(0).all()
         assert impossible.next_tokens.eq(1).all()
@@ -214,9 +215,7 @@ def plain_pairs(target, prompt: torch.Tensor, top_k: int, temperature: float) ->
         return dict(zip(tokens.tolist(), values.softmax(-1).tolist(), strict=True))
 
     text = prompt[0].tolist()
-    return {
-        (first, second): p * q for first, p in best(text).items() for second, q in best([*text, first]).items()
-    }
+    return {(first, second): p * q for first, p in best(text).items() for second, q in best([*text, first]).items()}
 
 
 @pytest.mark.parametrize("proposal", ["argmax", "sample"])

@@ -102,5 +102,3 @@ def test_layers_of_unknown_type_are_named_before_the_prefill():
     with pytest.raises(ValueError, match="layers of type chunked_attention, whose cache cannot be taken back"):
         speculative_generate(target, draft, **PROMPT, **GREEDY, max_new_tokens=4)
     assert passes == []
-
-

@@ -67,7 +67,7 @@ def test_a_difference_from_plain_text_is_excused_at_a_near_tie_alone():
     assert count_near_ties(target, inputs, plain, plain.clone()) == 0
     other = plain.clone()
     other[1, 12] = (other[1, 12] + 1) % 97
-    with pytest.raises(AssertionError, match="column 12: .* and the gap is"):
+    with pytest.raises(AssertionError, match=r"column 12: .* and the gap is"):
         count_near_ties(target, inputs, plain, other)
     with pytest.raises(AssertionError, match="texts of 15 and 14 tokens"):
         count_near_ties(target, inputs, plain, plain[:, :-1])
@@ -81,9 +81,7 @@ def test_greedy_text_equals_plain_generation_on_fifty_prompts():
     for inputs in prompts(50):
         plain = target.generate(**inputs, **GREEDY, max_new_tokens=10)
         draft.teach(target, plain, SOMETIMES)
-        drafted = target.generate(
-            **inputs, **GREEDY, max_new_tokens=10, custom_generate=dflash_decoding, draft=draft
-        )
+        drafted = target.generate(**inputs, **GREEDY, max_new_tokens=10, custom_generate=dflash_decoding, draft=draft)
         num_near_ties += count_near_ties(target, inputs, plain, drafted)
     assert num_near_ties == 0
 
@@ -127,7 +125,9 @@ def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, n
             place: states
             for row, place, states in draft.own_hidden
             # the guessing draft takes a row for another one that has the same token at the same place
-            if row == index and place + 4 <= len(answer) and all(answer[place] not in o[place : place + 1] for o in others)
+            if row == index
+            and place + 4 <= len(answer)
+            and all(answer[place] not in o[place : place + 1] for o in others)
         }
         text, valid = answer[None], torch.ones(1, len(answer), dtype=torch.bool)
         is_label = torch.zeros_like(valid)

@@ -132,14 +132,14 @@ def test_processors_with_a_state_are_refused():
     target = make_target()
     draft = make_draft(target)
     prompt = torch.tensor([[3, 4]])
-    with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidance.* keeps a state .* Use plain generate"):
+    with pytest.raises(ValueError, match=r"UnbatchedClassifierFreeGuidance.* keeps a state .* Use plain generate"):
         speculative_generate(target, draft, prompt, guidance_scale=1.5, **GREEDY)
 
     def allowed(row: int, text: torch.Tensor) -> list[int]:
         return [7, 8, 9]
 
     inputs = ragged_prompts(2)
-    with pytest.raises(ValueError, match="PrefixConstrained.* 2 rows .* Decode one row at a time"):
+    with pytest.raises(ValueError, match=r"PrefixConstrained.* 2 rows .* Decode one row at a time"):
         speculative_generate(target, draft, **inputs, **GREEDY, prefix_allowed_tokens_fn=allowed)
     alone = speculative_generate(target, draft, prompt, **GREEDY, prefix_allowed_tokens_fn=allowed)
     assert torch.equal(alone.sequences, target.generate(prompt, **GREEDY, prefix_allowed_tokens_fn=allowed))
@@ -153,5 +153,7 @@ def test_the_repetition_penalty_leaves_the_first_columns_out_where_it_is_told_to
     processor = logits_process.RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=num_ignored)
     plain = target.generate(**inputs, **GREEDY, logits_processor=LogitsProcessorList([processor]))
     draft.teach(target, plain, 0.3)
-    drafted = speculative_generate(target, draft, **inputs, **GREEDY, logits_processor=LogitsProcessorList([processor]))
+    drafted = speculative_generate(
+        target, draft, **inputs, **GREEDY, logits_processor=LogitsProcessorList([processor])
+    )
     assert count_near_ties(target, inputs, plain, drafted.sequences) == 0

@@ -277,7 +277,7 @@ def test_a_streamer_gets_the_same_calls_as_in_plain_generation():
 def test_a_streamer_for_several_rows_is_refused():
     target = make_target()
     draft, recorder = make_draft(target), Recorder()
-    with pytest.raises(ValueError, match="A streamer shows one row, and there are 3.*on_pass"):
+    with pytest.raises(ValueError, match=r"A streamer shows one row, and there are 3.*on_pass"):
         speculative_generate(target, draft, **ragged_prompts(3), max_new_tokens=3, streamer=recorder)
     with pytest.raises(ValueError, match="A streamer shows one row, and there are 2"):
         speculative_generate(
