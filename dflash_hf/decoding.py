@@ -108,8 +108,8 @@ def dflash_decoding(
         raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}.")
     if str(generation_config.cache_implementation).startswith(("offloaded", "quantized")):
         logger.warning_once(
-            f"cache_implementation={generation_config.cache_implementation!r} is not used: decoding with a draft keeps "
-            "a cache of its own, on the devices and in the dtype of the layers."
+            f"cache_implementation={generation_config.cache_implementation!r} is not used: decoding with a draft "
+            "keeps a cache of its own, on the devices and in the dtype of the layers."
         )
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"A streamer shows one row, and there are {len(input_ids)}. Leave it out, or use on_pass.")

@@ -56,7 +56,7 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
 NOT_CONTINUING: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "jamba",
-        {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "num_experts_per_tok": 1, "mamba_dt_rank": 4},
+        {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "num_experts_per_tok": 1},
     ),
     "mamba": ("mamba", {"state_size": 8}),
     "recurrent_gemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 7}),
