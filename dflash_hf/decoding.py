@@ -16,17 +16,20 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .block_length import AdaptiveBlockLength, BlockLength, times_of_pair
+from .cache_check import check_cache_continuation
 from .configuration_dflash import describe_target
 from .decoding_loop import DecodingLoop, VerifyPass
 from .decoding_statistics import DecodingStatistics
 from .generation_rules import BlockScores, StoppingRules
 from .modeling_dflash import DFlashDraftModel
+from .row_cache import RowCache
 
 logger = logging.get_logger(__name__)
 
@@ -78,7 +81,7 @@ def dflash_decoding(
             When sampling, `"argmax"` proposes the draft's best tokens and accepts each with the target's probability;
             `"sample"` draws the proposals from the draft. Both are lossless; the first accepts more.
         streamer (`BaseStreamer`, *optional*):
-            Gets the prompt, then the tokens of each pass at once. One row only.
+            Gets the prompt, then each token, as in plain generation. One row only.
         on_pass (`Callable`, *optional*):
             Called with a [`VerifyPass`] after every pass of the target.
 
@@ -100,8 +103,14 @@ def dflash_decoding(
         )
     num_padding = _check_call(model, input_ids, generation_config, model_kwargs)
     draft.check_target(model)
+    check_cache_continuation(model)
     if proposal not in PROPOSALS:
         raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}.")
+    if str(generation_config.cache_implementation).startswith(("offloaded", "quantized")):
+        logger.warning_once(
+            f"cache_implementation={generation_config.cache_implementation!r} is not used: decoding with a draft "
+            "keeps a cache of its own, on the devices and in the dtype of the layers."
+        )
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"A streamer shows one row, and there are {len(input_ids)}. Leave it out, or use on_pass.")
     streamed = on_pass
@@ -109,7 +118,8 @@ def dflash_decoding(
         streamer.put(input_ids.cpu())
 
         def streamed(verify_pass: VerifyPass) -> None:
-            streamer.put(torch.tensor(verify_pass.token_ids))
+            for token in verify_pass.token_ids[0]:  # one by one: a streamer may flush at some of them
+                streamer.put(torch.tensor([token]))
             if on_pass is not None:
                 on_pass(verify_pass)
 
@@ -129,7 +139,8 @@ def dflash_decoding(
     )
     given = model_kwargs.pop("cache", None)
     num_read = loop.resume(given, given.continuation) if getattr(given, "continuation", None) is not None else 0
-    if not num_read and given is not None and given.get_seq_length() > 0:
+    if not num_read and getattr(given, "is_initialized", False):  # not so without any attention, nor is there a length
+        _check_cache_holds_less(given, input_ids)
         logger.warning_once(
             f"The cache that was passed ({type(given).__name__}) does not hold this text for this pair: the whole "
             "text is read, and the cache is left as it is."
@@ -214,8 +225,10 @@ def _check_call(
             raise ValueError(f"{name}=True is not collected when decoding with a draft. Leave it out.")
     if model.config.is_encoder_decoder:
         raise ValueError(f"The target {describe_target(model)} has an encoder; a draft needs a decoder-only model.")
-    if input_ids.shape[1] == 0:
-        raise ValueError("The prompt is empty, or was given as inputs_embeds. Pass input_ids.")
+    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            "The prompt is empty, or inputs_embeds were given, whose tokens nobody knows. Pass input_ids alone."
+        )
 
     attention_mask = model_kwargs.get("attention_mask")
     text_length = getattr(generation_config, "_mask_length", None)
@@ -233,13 +246,29 @@ def _check_call(
         raise ValueError(
             "attention_mask has zeros after real tokens. Pad prompts on the left (tokenizer.padding_side='left')."
         )
-    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    text_config = model.config.get_text_config(decoder=True)
+    if len(input_ids) > 1 and (text_config.model_type == "bloom" or getattr(text_config, "alibi", False)):
+        raise ValueError(
+            f"The target {describe_target(model)} makes its position bias (ALiBi) from a mask in which all rows have "
+            "as many tokens, and rows of a batch advance each at its own pace. Decode one row at a time."
+        )
+    implementation = text_config._attn_implementation
     if len(input_ids) > 1 and implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"The target's attention is {implementation!r}, which takes no mask for rows of different lengths. Load "
             "it with attn_implementation='sdpa', or decode one row at a time."
         )
     return (~is_real).sum(1).tolist()
+
+
+def _check_cache_holds_less(cache: Cache, input_ids: torch.Tensor) -> None:
+    """Refuse new tokens alone, after a text that is only in the cache of a plain call."""
+    if not isinstance(cache, RowCache) and cache.get_seq_length() >= input_ids.shape[1]:
+        raise ValueError(
+            f"The cache ({type(cache).__name__}) holds {cache.get_seq_length()} tokens and input_ids has "
+            f"{input_ids.shape[1]}: it looks like a call that goes on from a cache with the new tokens alone. The "
+            "draft needs the whole text: pass all of it."
+        )
 
 
 def _prefill_inputs(

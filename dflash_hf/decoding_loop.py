@@ -307,7 +307,8 @@ class DecodingLoop:
         logits = apply_head(self.head, hidden[:, 1:num_slots].contiguous()).to(self.device)
         if not self.sample_proposals:
             return best_tokens(logits), None
-        draft_scores = self.scores.prefix_free(logits.float())
+        # nothing can be drawn from what is not finite; what is accepted is right whatever the draft draws from
+        draft_scores = self.scores.prefix_free(logits.float().nan_to_num(0.0, 0.0, 0.0))
         drafted = torch.multinomial(draft_scores.softmax(-1).flatten(0, 1), 1).view(draft_scores.shape[:2])
         return drafted, draft_scores
 
@@ -422,7 +423,7 @@ class DecodingLoop:
                 masks["sliding_attention"] = mask(window)
             elif layer_type in ("full_attention", "hybrid"):
                 masks["full_attention"] = mask(None)
-        return masks
+        return masks if any(values is not None for values in masks.values()) else None
 
     # ---- committing ----
 
@@ -434,7 +435,7 @@ class DecodingLoop:
         if len(self.scores) or self.do_sample or self.keep_scores:
             scores = scores.to(torch.float32, copy=True)
         if len(self.scores):
-            scores = self.scores(self.tokens, self.lengths, scores)
+            scores = self.scores(self.tokens, self.lengths, scores, self.rows)
         if self.do_sample:
             return accept_by_probability(drafted, scores, draft_scores), scores
         return accept_greedily(drafted, scores), scores

@@ -68,7 +68,9 @@ class BlockScores:
     def __len__(self) -> int:
         return len(self.processors)
 
-    def __call__(self, tokens: torch.Tensor, lengths: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, lengths: Sequence[int], scores: torch.Tensor, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """
         Process the scores of a block.
 
@@ -77,6 +79,7 @@ class BlockScores:
             lengths (`Sequence[int]`): columns of each row before its first drafted token.
             scores (`torch.FloatTensor` of shape `[rows, slots, vocabulary]`): fp32; slot `j` of row `r` follows
                 `tokens[r, : lengths[r] + j]`.
+            rows (`Sequence[int]`, *optional*): numbers that the rows have in the batch of `generate`; all by default.
 
         Returns:
             `torch.FloatTensor` of the shape of `scores`.
@@ -87,8 +90,12 @@ class BlockScores:
                 flat = processor(tokens[:, :1].repeat_interleave(num_slots, 0), scores.reshape(-1, vocabulary))
                 scores = flat.view_as(scores)
             elif type(processor) is logits_process.RepetitionPenaltyLogitsProcessor:
-                flat = processor(_repeated_prefixes(tokens, lengths, num_slots), scores.reshape(-1, vocabulary))
-                scores = flat.view_as(scores)
+                ignored = processor.prompt_ignore_length
+                if isinstance(ignored, torch.Tensor) and rows is not None:
+                    ignored = ignored.to(tokens.device)[torch.tensor(rows, device=tokens.device)]
+                is_seen = _seen_tokens(tokens, lengths, num_slots, vocabulary, 0 if ignored is None else ignored)
+                penalised = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
+                scores = torch.where(is_seen, penalised, scores)
             else:
                 scores = scores.clone()
                 for row, length in enumerate(lengths):
@@ -115,13 +122,17 @@ class BlockScores:
         return flat.view_as(scores)
 
 
-def _repeated_prefixes(tokens: torch.Tensor, lengths: Sequence[int], num_slots: int) -> torch.Tensor:
-    """The text before each slot, of equal length: the last token is repeated, so that the set of tokens is right."""
+def _seen_tokens(
+    tokens: torch.Tensor, lengths: Sequence[int], num_slots: int, vocabulary: int, ignored: int | torch.Tensor
+) -> torch.Tensor:
+    """Which tokens the text before each slot has, without its first `ignored` columns: `[rows, slots, vocabulary]`."""
     columns = torch.arange(max(lengths) + num_slots - 1, device=tokens.device)
-    first = torch.tensor(lengths, device=tokens.device)[:, None, None]
-    last = first + torch.arange(num_slots, device=tokens.device)[:, None] - 1
-    rows = torch.arange(len(tokens), device=tokens.device)[:, None, None]
-    return tokens[rows, torch.minimum(columns, last)].flatten(0, 1)
+    ends = torch.tensor(lengths, device=tokens.device)[:, None] + torch.arange(num_slots, device=tokens.device)
+    starts = torch.as_tensor(ignored, device=tokens.device).view(-1, 1, 1)
+    is_text = (columns >= starts) & (columns < ends[..., None])
+    seen_ids = torch.where(is_text, tokens[:, None, : len(columns)], vocabulary)
+    is_seen = torch.zeros(*ends.shape, vocabulary + 1, dtype=torch.bool, device=tokens.device)
+    return is_seen.scatter_(2, seen_ids, True)[..., :vocabulary]
 
 
 class StoppingRules:

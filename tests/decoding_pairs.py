@@ -32,11 +32,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     ),
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+MAMBA_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+# State-space families: these go on exactly from a state with several tokens, …
+STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4}),
+    "bamba": ("bamba", {"attn_layer_indices": [1], **MAMBA}),
+    "falcon_h1": ("falcon_h1", {"mamba_d_ssm": 64, "head_dim": 8, **MAMBA}),
+    "granite_hybrid": (
+        "granitemoehybrid",
+        {"layer_types": MAMBA_LAYERS, "num_local_experts": 0, "shared_intermediate_size": 64, **MAMBA},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"], "head_dim": 8,
+            "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 4,
+        },
+    ),
+}  # fmt: skip
+# … and these do not: Jamba and Mamba start anew, RecurrentGemma keeps its state in modules, RWKV and MiniMax
+# elsewhere, and nothing is known here of Llama 4's chunks.
+NOT_CONTINUING: dict[str, tuple[str, dict[str, Any]]] = {
+    "jamba": (
+        "jamba",
+        {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "mamba": ("mamba", {"state_size": 8}),
+    "recurrent_gemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 7}),
+    "minimax": ("minimax", {"layer_types": HYBRID_LAYERS, "num_local_experts": 2, "block_size": 4}),
+    "rwkv": ("rwkv", {"attention_hidden_size": 32}),
+    "llama4": ("llama4_text", {"attention_chunk_size": 8, "num_local_experts": 2}),
+}  # fmt: skip
 
 
 def make_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random target of a family, with large weights so that its greedy text is varied."""
-    model_type, values = FAMILIES[name]
+    model_type, values = {**FAMILIES, **STATE_SPACE, **NOT_CONTINUING}[name]
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[model_type](**{**TINY, **values, **overrides})
     return AutoModelForCausalLM.from_config(config).eval()
@@ -96,4 +128,25 @@ def ragged_prompts(num_rows: int, length: int = 9, seed: int = 0) -> dict[str, t
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-__all__ = ["make_family", "make_guessing_draft", "make_target", "ragged_prompts"]
+def count_near_ties(
+    target: PreTrainedModel, inputs: dict[str, torch.Tensor], plain: torch.Tensor, drafted: torch.Tensor
+) -> int:
+    """Rows whose two texts part where the target's two best logits are closer than 1e-4; else a difference fails."""
+    assert plain.shape[0] == drafted.shape[0]
+    count, num_columns = 0, inputs["input_ids"].shape[1]
+    for mask, ours, theirs in zip(inputs["attention_mask"], drafted.tolist(), plain.tolist(), strict=True):
+        if ours == theirs:
+            continue
+        first = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+        assert first is not None, f"texts of {len(theirs)} and {len(ours)} tokens"
+        assert first >= num_columns, "the prompt was changed"
+        text = torch.tensor([theirs[int((mask == 0).sum()) : first]])
+        with torch.no_grad():
+            best = target(text, use_cache=False).logits[0, -1].topk(2)
+        gap = (best.values[0] - best.values[1]).item()
+        assert gap < 1e-4, f"column {first}: {ours[first]} instead of {theirs[first]}, and the gap is {gap:.4f}"
+        count += 1
+    return count
+
+
+__all__ = ["count_near_ties", "make_family", "make_guessing_draft", "make_target", "ragged_prompts"]

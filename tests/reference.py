@@ -272,3 +272,43 @@ def best_fit_rows(lengths: list[int], capacity: int) -> list[list[int]]:
         best["space"] -= lengths[document]
         best["since"] = clock
     return sorted(sorted(row["documents"]) for row in rows)
+
+
+class RowLists:
+    """What each row of a cache holds, as a dict from column to the last vector written there."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.rows: list[dict[int, torch.Tensor]] = [{} for _ in range(num_rows)]
+
+    def write(self, columns: list[list[int]], values: torch.Tensor) -> None:
+        for row, row_columns in enumerate(columns):
+            for index, column in enumerate(row_columns):
+                self.rows[row][column] = values[row, :, index]
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+
+def chi_square_p_value(counts: list[int], probabilities: list[float]) -> float:
+    """Chance of a worse fit by luck; what is expected less than five times is counted together."""
+    total = sum(counts)
+    statistic, cells, rest_count, rest_expected = 0.0, 0, 0, 0.0
+    for count, probability in zip(counts, probabilities, strict=True):
+        expected = total * probability
+        if probability <= 1e-9:
+            if count:
+                return 0.0
+        elif expected < 5:
+            rest_count, rest_expected = rest_count + count, rest_expected + expected
+        else:
+            statistic += (count - expected) ** 2 / expected
+            cells += 1
+    if rest_expected >= 5:
+        statistic += (rest_count - rest_expected) ** 2 / rest_expected
+        cells += 1
+    if cells < 2:
+        return 1.0
+    # the upper tail of a gamma distribution of half as many degrees of freedom
+    return torch.special.gammaincc(
+        torch.tensor((cells - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
+    ).item()

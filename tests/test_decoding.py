@@ -1,0 +1,254 @@
+"""The decoding loop writes the text of plain generation: families, batches, layers, dtypes, chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_draft
+from decoding_pairs import (
+    FAMILIES,
+    STATE_SPACE,
+    count_near_ties,
+    make_family,
+    make_guessing_draft,
+    make_target,
+    ragged_prompts,
+)
+from transformers.utils import logging as transformers_logging
+
+from dflash_hf import build_dflash_batch_plan
+from dflash_hf.decoding import dflash_decoding, speculative_generate
+from dflash_hf.target import target_hidden_states
+from dflash_hf.trainer import block_losses
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+ALWAYS, SOMETIMES, NEVER = 0.0, 0.3, 1.1  # share of wrong guesses
+
+
+def end_tokens(texts: torch.Tensor, num_columns: int) -> list[int]:
+    """Tokens at which about half of the rows end, each somewhere else."""
+    return [int(row[num_columns + 3 + 4 * index]) for index, row in enumerate(texts[: len(texts) // 2])]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *STATE_SPACE])
+def test_greedy_text_of_every_family_equals_plain_generation(name):
+    """Case 40: alone and in a ragged batch; guesses right, sometimes right, never right; rows end at several times."""
+    target = make_family(name)
+    draft = make_guessing_draft(target)
+    num_near_ties, lengths, accept_lens = 0, set(), {}
+    for num_rows in (1, 5):
+        inputs = ragged_prompts(num_rows, seed=num_rows)
+        plain = texts = target.generate(**inputs, **GREEDY, max_new_tokens=17)
+        ends = end_tokens(texts, 9) or None
+        if ends is not None:
+            plain = target.generate(**inputs, **GREEDY, max_new_tokens=17, eos_token_id=ends)
+        lengths |= {int((row[9:] != 0).sum()) for row in plain}
+        for wrong_share in (ALWAYS, SOMETIMES, NEVER):
+            draft.teach(target, texts, wrong_share)
+            drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=17, eos_token_id=ends)
+            num_near_ties += count_near_ties(target, inputs, plain, drafted.sequences)
+            accept_lens[num_rows, wrong_share] = drafted.statistics.accept_len
+    assert num_near_ties <= 1
+    assert len(lengths) > 1
+    for num_rows in (1, 5):
+        right, sometimes, never = (accept_lens[num_rows, share] for share in (ALWAYS, SOMETIMES, NEVER))
+        assert right > 1.1 * sometimes > 1.4 * never
+        assert never < 1.1  # not exactly 1 where two rows have the same token at the same place
+
+
+def test_a_difference_from_plain_text_is_excused_at_a_near_tie_alone():
+    target, inputs = make_target(), ragged_prompts(2)
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=6)
+    assert count_near_ties(target, inputs, plain, plain.clone()) == 0
+    other = plain.clone()
+    other[1, 12] = (other[1, 12] + 1) % 97
+    with pytest.raises(AssertionError, match=r"column 12: .* and the gap is"):
+        count_near_ties(target, inputs, plain, other)
+    with pytest.raises(AssertionError, match="texts of 15 and 14 tokens"):
+        count_near_ties(target, inputs, plain, plain[:, :-1])
+
+
+def test_greedy_text_equals_plain_generation_on_fifty_prompts():
+    """Case 40: one by one, and seven at a time."""
+    target = make_target()
+    draft = make_guessing_draft(target)
+    inputs = ragged_prompts(50)
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=12)
+    num_near_ties = 0
+    for size in (1, 7):
+        for start in range(0, 50, size):
+            rows = slice(start, start + size)
+            draft.teach(target, plain[rows], SOMETIMES)
+            part = {name: values[rows] for name, values in inputs.items()}
+            if size == 1:
+                part = {name: values[inputs["attention_mask"][rows] == 1][None] for name, values in part.items()}
+            drafted = target.generate(
+                **part, **GREEDY, max_new_tokens=12, custom_generate=dflash_decoding, draft=draft
+            )
+            answers = plain[rows, -part["input_ids"].shape[1] - 12 :]
+            num_near_ties += count_near_ties(target, part, answers, drafted)
+    assert num_near_ties == 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_a_text_beyond_window_and_first_buffer_equals_plain_generation(name, monkeypatch):
+    """Buffers grow, and a sliding layer lets go of what it no longer sees."""
+    monkeypatch.setattr("dflash_hf.row_cache.GROWTH_COLUMNS", 16)
+    target = make_family(name)
+    draft = make_guessing_draft(target, layer_types=["sliding_attention", "full_attention"], sliding_window=9)
+    inputs = ragged_prompts(2, length=6)
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=75)
+    draft.teach(target, plain, 0.1)
+    drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=75)
+    assert count_near_ties(target, inputs, plain, drafted.sequences) <= 1
+    assert drafted.statistics.accept_len > 2
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"is_causal": True},
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": False},
+    ],
+)
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, num_rows):
+    """Cases 2, 3, 19: full, causal and sliding layers; rows at different places, after any pattern of acceptance."""
+    target = make_target()
+    draft = make_guessing_draft(target, **variant)
+    inputs = ragged_prompts(num_rows, seed=2)
+    texts = target.generate(**inputs, **GREEDY, max_new_tokens=24)
+    draft.teach(target, texts, SOMETIMES)
+    decoded = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=24)
+    assert torch.equal(decoded.sequences, texts)
+    trained = make_draft(target, **variant)
+    num_compared = 0
+    for index, answer in enumerate(draft.answers):
+        others = [other for other in draft.answers if other is not answer]
+        served = {
+            place: states
+            for row, place, states in draft.own_hidden
+            # the guessing draft takes a row for another one that has the same token at the same place
+            if row == index
+            and place + 4 <= len(answer)
+            and all(answer[place] not in o[place : place + 1] for o in others)
+        }
+        text, valid = answer[None], torch.ones(1, len(answer), dtype=torch.bool)
+        is_label = torch.zeros_like(valid)
+        is_label[0, [place + 1 for place in served]] = True
+        plan = build_dflash_batch_plan(
+            valid,
+            torch.tensor([1]),
+            anchors_per_sample=len(served),
+            gamma=3,
+            optimizer_step=0,
+            seed=0,
+            replacement=False,
+            supervised_mask=is_label,
+        )
+        assert plan.anchor_positions.tolist() == sorted(served)
+        captured = []
+        handle = trained.register_forward_hook(
+            lambda module, args, output, captured=captured: captured.append(output.last_hidden_state)
+        )
+        context = target_hidden_states(target, text, valid, trained.config.target_layer_ids)
+        block_losses(trained, trained, plan, text, valid, context)
+        handle.remove()
+        blocks = captured[0].view(len(served), 4, -1)
+        for place, block in zip(sorted(served), blocks, strict=True):
+            torch.testing.assert_close(served[place], block, atol=1e-5, rtol=1e-5)
+            num_compared += 1
+    assert num_compared >= 5 * num_rows
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_the_draft_projects_the_state_of_every_token_once(name):
+    target = make_family(name)
+    draft = make_guessing_draft(target)
+    inputs = {"input_ids": torch.tensor([[4, 8, 15, 16, 23]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
+    texts = target.generate(**inputs, **GREEDY, max_new_tokens=23)
+    draft.teach(target, texts, SOMETIMES)
+    projected = []
+    handle = draft.fc.register_forward_pre_hook(lambda module, args: projected.append(args[0].shape[:2]))
+    decoded = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=23)
+    handle.remove()
+    last_anchor = draft.own_hidden[-1][1]
+    assert sum(rows * columns for rows, columns in projected) == last_anchor  # columns 0 … last_anchor - 1
+    # one projection a drafting pass: the prompt first, then what the pass before committed
+    committed = decoded.statistics.committed[0]
+    assert [columns for _, columns in projected] == [5, *committed[:-1]]
+
+
+@pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "proposal": "sample"}])
+def test_every_dtype_pair_decodes(target_dtype, draft_dtype, settings):
+    """Case 20."""
+    torch.manual_seed(0)
+    target = make_target().to(target_dtype)
+    draft = make_draft(target).to(draft_dtype)
+    inputs = ragged_prompts(3)
+    drafted = speculative_generate(target, draft, **inputs, max_new_tokens=12, **{**GREEDY, **settings}).sequences
+    assert drafted.shape == (3, 21)
+    if settings:
+        return
+    if target_dtype == torch.float32:
+        assert torch.equal(drafted, target.generate(**inputs, **GREEDY, max_new_tokens=12))
+    for row, mask in zip(drafted, inputs["attention_mask"], strict=True):
+        text = row[int((mask == 0).sum()) :][None]
+        logits = target(text, use_cache=False).logits[0, -13:-1].float()
+        missed = logits.max(-1).values - logits.gather(1, text[0, -12:, None])[:, 0]
+        assert missed.max() < 0.15  # logits of about 10 have steps of 0.06 in bf16
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 1, "proposal": "sample"}])
+def test_a_draft_whose_states_overflow_is_named_and_the_text_stays(settings, caplog):
+    """Case 42."""
+    target = make_target().to(torch.float16)
+    draft = make_draft(target).to(torch.float16)
+    draft.fc.weight.data *= 1e4
+    inputs = ragged_prompts(2)
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=9)
+    transformers_logging.warning_once.cache_clear()
+    for _ in range(2):
+        drafted = speculative_generate(target, draft, **inputs, max_new_tokens=9, **{**GREEDY, **settings})
+        assert torch.equal(drafted.sequences, plain)
+        assert drafted.statistics.accept_len < 1.5
+    assert [record.message for record in caplog.records].count(
+        "The draft's hidden states are not finite, so that nothing it drafts is accepted. Target in torch.float16, "
+        "draft in torch.float16: float16 overflows in the draft's first projection; load both in bfloat16 or float32."
+    ) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("prefill_chunk_size", [1, 4])
+def test_a_prompt_read_in_chunks_gives_the_same_text(name, prefill_chunk_size):
+    target = make_family(name)
+    draft = make_guessing_draft(target)
+    inputs = ragged_prompts(3, seed=3)
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=10)
+    draft.teach(target, plain, SOMETIMES)
+    drafted = speculative_generate(
+        target, draft, **inputs, **GREEDY, max_new_tokens=10, prefill_chunk_size=prefill_chunk_size
+    )
+    assert count_near_ties(target, inputs, plain, drafted.sequences) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
+def test_fewer_verified_slots_give_the_same_text(name, block_size):
+    target = make_family(name)
+    draft = make_guessing_draft(target)
+    inputs = ragged_prompts(3, seed=4)
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=13)
+    draft.teach(target, plain, ALWAYS)
+    drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=13, block_size=block_size)
+    assert count_near_ties(target, inputs, plain, drafted.sequences) == 0
+    statistics = drafted.statistics
+    if block_size == 1:
+        assert (statistics.num_plain_passes, statistics.num_verify_passes) == (12, 0)
+        assert draft.own_hidden == []
+    else:
+        assert statistics.accept_len > 0.9 * block_size
+        assert max(count for row in statistics.committed for count in row) == block_size

@@ -1,0 +1,287 @@
+"""Decoding with a draft ends where plain generation ends, and streamers see what they see there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+from conftest import make_draft
+from decoding_pairs import make_family, make_guessing_draft, make_target, ragged_prompts
+from transformers import (
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf.decoding import dflash_decoding, speculative_generate
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+ALWAYS, SOMETIMES, NEVER = 0.0, 0.3, 1.1  # share of wrong guesses
+UNUSED = 1  # a token that no text here has
+
+
+def taught_pair(inputs, wrong_share: float, name: str = "llama", **settings):
+    """A pair whose draft knows the greedy text of a batch, and that text."""
+    target = make_family(name)
+    draft = make_guessing_draft(target)
+    texts = target.generate(**inputs, **GREEDY, **{"max_new_tokens": 24, **settings})
+    draft.teach(target, texts, wrong_share)
+    return target, draft, texts
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.puts: list[list[int]] = []
+        self.has_ended = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for put in self.puts for token in put]
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.has_ended
+        assert value.device.type == "cpu"
+        self.puts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        assert not self.has_ended
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("wrong_share", [ALWAYS, NEVER])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_every_max_new_tokens_gives_as_many_tokens_as_plain(wrong_share, num_rows):
+    """Case 35: 1 … 2B + 1, everything accepted and everything rejected."""
+    inputs = ragged_prompts(num_rows, seed=1)
+    target, draft, texts = taught_pair(inputs, wrong_share)
+    for count in range(1, 10):
+        drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=count)
+        assert torch.equal(drafted.sequences, texts[:, : 9 + count])
+        statistics = drafted.statistics
+        assert statistics.num_tokens == num_rows * count
+        committed = [sum(row) for row in statistics.committed]
+        assert all(total <= count - 1 for total in committed)
+        if wrong_share == ALWAYS and num_rows == 1:
+            # the prefill gives one token, and the last one alone needs no draft
+            assert statistics.committed == [[4] * ((count - 1) // 4) + [(count - 1) % 4] * ((count - 1) % 4 > 1)]
+    by_length = speculative_generate(target, draft, **inputs, **GREEDY, max_length=14)
+    assert torch.equal(by_length.sequences, texts[:, :14])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_an_end_token_in_every_slot_ends_the_text_there(name):
+    """Case 34: alone and among others, with the streamer and the passes that saw it."""
+    inputs = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    target, draft, texts = taught_pair(inputs, ALWAYS, name)
+    answer, last_counts = texts[0, 3:].tolist(), set()
+    for position in range(1, 9):
+        if answer[position] in answer[:position]:
+            continue
+        for ends in (answer[position], [96, answer[position]]):
+            plain = target.generate(**inputs, **GREEDY, max_new_tokens=24, eos_token_id=ends)
+            streamer, passes = Recorder(), []
+            drafted = speculative_generate(
+                target, draft, **inputs, **GREEDY, max_new_tokens=24, eos_token_id=ends, streamer=streamer,
+                on_pass=passes.append,
+            )  # fmt: skip
+            assert torch.equal(drafted.sequences, plain)
+            assert streamer.tokens == plain[0].tolist()
+            assert streamer.has_ended
+            assert [token for verify_pass in passes for token in verify_pass.token_ids[0]] == plain[0, 3:].tolist()
+            assert drafted.statistics.num_tokens == plain.shape[1] - 3
+            last_counts.add(len(passes[-1].token_ids[0]))
+    assert last_counts >= {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("wrong_share", [ALWAYS, SOMETIMES])
+def test_rows_end_each_at_its_own_token_and_cost_nothing_after(wrong_share):
+    inputs = ragged_prompts(6, seed=5)
+    target, draft, texts = taught_pair(inputs, wrong_share)
+    ends = [int(texts[row, 9 + 3 * row + 1]) for row in range(5)]
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=24, eos_token_id=ends)
+    rows_of_passes, passes = [], []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: rows_of_passes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    drafted = speculative_generate(
+        target, draft, **inputs, **GREEDY, max_new_tokens=24, eos_token_id=ends, on_pass=passes.append
+    )
+    handle.remove()
+    assert torch.equal(drafted.sequences, plain)
+    lengths = [int((plain[row, 9:] != 0).sum()) for row in range(6)]
+    assert len(set(lengths)) >= 4
+    assert rows_of_passes == [len(verify_pass.rows) for verify_pass in passes]
+    assert rows_of_passes[0] == 6
+    assert rows_of_passes[-1] < 6
+    assert rows_of_passes == sorted(rows_of_passes, reverse=True)
+    written = {row: [] for row in range(6)}
+    for verify_pass in passes:
+        for row, tokens in zip(verify_pass.rows, verify_pass.token_ids, strict=True):
+            assert tokens
+            written[row] += tokens
+    assert [len(written[row]) for row in range(6)] == lengths
+    assert all(written[row] == plain[row, 9 : 9 + lengths[row]].tolist() for row in range(6))
+    assert drafted.statistics.num_tokens == sum(lengths)
+
+
+def test_a_pass_says_which_tokens_the_draft_proposed():
+    inputs = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    target, draft, texts = taught_pair(inputs, SOMETIMES)
+    passes = []
+    speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=20, on_pass=passes.append)
+    assert (passes[0].token_ids, passes[0].num_drafted, passes[0].rows) == ([texts[0, 3:4].tolist()], [0], [0])
+    position, is_wrong = 4, draft.wrong[0]
+    for verify_pass in passes[1:]:
+        assert verify_pass.rows == [0]
+        right = 0
+        while right < 3 and position + right < 23 and not is_wrong[position + right]:
+            right += 1
+        count = len(verify_pass.token_ids[0])
+        assert verify_pass.num_drafted[0] == min(right, 22 - position if position + 1 < 23 else 0, count)
+        position += count
+    assert position == 23
+    assert len({verify_pass.num_drafted[0] for verify_pass in passes[1:]}) >= 3
+
+
+class EndsAtSum(StoppingCriteria):
+    """Ends a row whose new tokens add up to a multiple of seven; looks at the whole text, as a user's rule may."""
+
+    def __init__(self, num_columns: int) -> None:
+        self.num_columns = num_columns
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, self.num_columns :].sum(1) % 7 == 0
+
+
+class EndsForAll(StoppingCriteria):
+    """Ends everything at a length, with one bool for the batch."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= 16
+
+
+@pytest.mark.parametrize("wrong_share", [ALWAYS, SOMETIMES])
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize(
+    "criterion", [EndsAtSum(9), EndsForAll(), MaxLengthCriteria(13)], ids=lambda criterion: type(criterion).__name__
+)
+def test_criteria_of_the_user_see_every_token(criterion, num_rows, wrong_share):
+    inputs = ragged_prompts(num_rows, seed=7)
+    target, draft, _ = taught_pair(inputs, wrong_share)
+    settings = {**GREEDY, "max_new_tokens": 24, "stopping_criteria": StoppingCriteriaList([criterion])}
+    # plain generation writes on after the end of a row, until all have ended, unless there is some end token
+    plain = target.generate(**inputs, **settings, eos_token_id=UNUSED)
+    assert not plain[:, 9:].eq(UNUSED).any()
+    assert plain.shape[1] < 33 or num_rows > 1
+    assert torch.equal(speculative_generate(target, draft, **inputs, **settings, eos_token_id=UNUSED).sequences, plain)
+    assert torch.equal(speculative_generate(target, draft, **inputs, **settings).sequences, plain)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_time_that_is_up_ends_after_the_next_token(num_rows):
+    inputs = ragged_prompts(num_rows)
+    target, draft, texts = taught_pair(inputs, ALWAYS)
+    drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=24, max_time=1e-9)
+    assert torch.equal(drafted.sequences, texts[:, :10])
+
+
+def letters_pair(tokenizer, wrong_share: float, num_rows: int = 1):
+    """A pair over bytes that writes small letters and line ends."""
+    target = make_target(vocab_size=272)
+    draft = make_guessing_draft(target, mask_token_id=271)
+    allowed = tokenizer("abcdefgh \n", add_special_tokens=False)["input_ids"]
+    settings = {
+        **GREEDY,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,  # never written: with some end token, ended rows are padded
+        "max_new_tokens": 24,
+        "suppress_tokens": [token for token in range(272) if token not in allowed],
+    }
+    tokenizer.padding_side = "left"
+    inputs = dict(tokenizer(["hello", "a", "stop me"][:num_rows], return_tensors="pt", padding=True))
+    inputs.pop("token_type_ids", None)
+    texts = target.generate(**inputs, **settings)
+    draft.teach(target, texts, wrong_share)
+    return target, draft, inputs, settings, texts
+
+
+@pytest.mark.parametrize("wrong_share", [ALWAYS, SOMETIMES])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_stop_strings_end_a_text_inside_a_block(tokenizer, num_rows, wrong_share):
+    """Case 34: as an argument and as a criterion; each row at its own one."""
+    target, draft, inputs, settings, texts = letters_pair(tokenizer, wrong_share, num_rows)
+    start = inputs["input_ids"].shape[1]
+    lengths = set()
+    for first in range(2, 9):
+        stop_strings = [tokenizer.decode(row[start + first + i :][:2]) for i, row in enumerate(texts)]
+        plain = target.generate(**inputs, **settings, stop_strings=stop_strings, tokenizer=tokenizer)
+        drafted = speculative_generate(
+            target, draft, **inputs, **settings, stop_strings=stop_strings, tokenizer=tokenizer
+        )
+        assert torch.equal(drafted.sequences, plain)
+        lengths.add(plain.shape[1])
+        criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings)])
+        by_criterion = target.generate(
+            **inputs, **settings, stopping_criteria=criteria, custom_generate=dflash_decoding, draft=draft
+        )
+        assert torch.equal(by_criterion, plain)
+        assert any(text in tokenizer.decode(plain[0, start:]) for text in stop_strings)
+    assert len(lengths) > 3
+    own = StoppingCriteriaList([MaxLengthCriteria(start + 2)])
+    both = speculative_generate(
+        target, draft, **inputs, **settings, stop_strings=["zz"], tokenizer=tokenizer, stopping_criteria=own
+    )
+    assert torch.equal(both.sequences, texts[:, : start + 2])
+    assert len(own) == 1  # the caller's list is not changed
+
+
+def test_stop_strings_without_a_tokenizer_say_what_is_missing():
+    target = make_target()
+    with pytest.raises(ValueError, match=r"stop_strings='.' need the target's tokenizer. Pass tokenizer="):
+        speculative_generate(target, make_draft(target), torch.tensor([[3]]), stop_strings=".", max_new_tokens=3)
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_text_streamers_print_what_plain_generation_prints(tokenizer, skip_prompt, capsys):
+    target, draft, inputs, settings, texts = letters_pair(tokenizer, SOMETIMES)
+    assert "\n" in tokenizer.decode(texts[0])
+    target.generate(**inputs, **settings, streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt))
+    plain = capsys.readouterr().out
+    speculative_generate(
+        target, draft, **inputs, **settings, streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt)
+    )
+    assert capsys.readouterr().out == plain
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=20)
+    decode = functools.partial(dflash_decoding, draft=draft, streamer=streamer)
+    thread = threading.Thread(target=target.generate, kwargs={**inputs, **settings, "custom_generate": decode})
+    thread.start()
+    assert "".join(streamer) == plain.removesuffix("\n")
+    thread.join()
+
+
+def test_a_streamer_gets_the_same_calls_as_in_plain_generation():
+    inputs = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    target, draft, _ = taught_pair(inputs, ALWAYS)
+    recorders = [Recorder(), Recorder()]
+    target.generate(**inputs, **GREEDY, max_new_tokens=12, streamer=recorders[0])
+    speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=12, streamer=recorders[1])
+    assert recorders[1].puts == recorders[0].puts
+
+
+def test_a_streamer_for_several_rows_is_refused():
+    target = make_target()
+    draft, recorder = make_draft(target), Recorder()
+    with pytest.raises(ValueError, match=r"A streamer shows one row, and there are 3.*on_pass"):
+        speculative_generate(target, draft, **ragged_prompts(3), max_new_tokens=3, streamer=recorder)
+    with pytest.raises(ValueError, match="A streamer shows one row, and there are 2"):
+        speculative_generate(
+            target, draft, torch.tensor([[3]]), max_new_tokens=3, do_sample=True, num_return_sequences=2,
+            streamer=recorder,
+        )  # fmt: skip
+    assert recorder.puts == []
