@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from conftest import TINY, make_draft, make_target
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
 
@@ -74,6 +74,18 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+def make_multimodal() -> PreTrainedModel:
+    """A random Qwen3.5 that could see: three positions a token, and its text model one level down."""
+    torch.manual_seed(0)
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    config = CONFIG_MAPPING["qwen3_5"](
+        text_config={**TINY, **FAMILIES["qwen3_5"][1], "rope_parameters": {**rotary, "mrope_interleaved": True}},
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32},
+        **{"image_token_id": 95, "video_token_id": 94, "vision_start_token_id": 93, "vision_end_token_id": 92},
+    )
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
 class GuessingDraft(DFlashDraftModel):
     """
     A draft that runs its own network and then proposes what it was told, wrong at some places.
@@ -88,7 +100,7 @@ class GuessingDraft(DFlashDraftModel):
         generator = torch.Generator().manual_seed(seed)
         self.answers = [row[row.cumsum(0) > 0] for row in sequences]  # without the padding of the prompt
         self.wrong = [torch.rand(len(row), generator=generator) < wrong_share for row in self.answers]
-        self.embeddings = target.get_input_embeddings()(torch.arange(target.config.vocab_size))
+        self.embeddings = target.get_input_embeddings()(torch.arange(target.get_input_embeddings().num_embeddings))
         head = target.get_output_embeddings().weight.detach().float()
         self.hidden_for = nn.functional.normalize(head, dim=-1) * 50
         self.own_hidden: list[tuple[int, int, torch.Tensor]] = []  # (answer, position of the anchor, block)
@@ -149,4 +161,4 @@ def count_near_ties(
     return count
 
 
-__all__ = ["count_near_ties", "make_family", "make_guessing_draft", "make_target", "ragged_prompts"]
+__all__ = ["count_near_ties", "make_family", "make_guessing_draft", "make_multimodal", "make_target", "ragged_prompts"]

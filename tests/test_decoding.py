@@ -11,6 +11,7 @@ from decoding_pairs import (
     count_near_ties,
     make_family,
     make_guessing_draft,
+    make_multimodal,
     make_target,
     ragged_prompts,
 )
@@ -54,6 +55,22 @@ def test_greedy_text_of_every_family_equals_plain_generation(name):
         right, sometimes, never = (accept_lens[num_rows, share] for share in (ALWAYS, SOMETIMES, NEVER))
         assert right > 1.1 * sometimes > 1.4 * never
         assert never < 1.1  # not exactly 1 where two rows have the same token at the same place
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_text_of_a_multimodal_target_equals_plain_generation(num_rows):
+    target = make_multimodal()
+    draft = make_guessing_draft(target)
+    inputs = ragged_prompts(num_rows, seed=6)
+    inputs["input_ids"].clamp_(max=91)
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=12, suppress_tokens=[92, 93, 94, 95])
+    assert len(set(plain[0, 9:].tolist())) > 5
+    draft.teach(target, plain, SOMETIMES)
+    drafted = speculative_generate(
+        target, draft, **inputs, **GREEDY, max_new_tokens=12, suppress_tokens=[92, 93, 94, 95]
+    )
+    assert torch.equal(drafted.sequences, plain)
+    assert drafted.statistics.accept_len > 1.3
 
 
 def test_a_difference_from_plain_text_is_excused_at_a_near_tie_alone():
