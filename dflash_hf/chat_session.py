@@ -253,16 +253,10 @@ class ChatSession:
         must not make the draft look better than it is.
         """
         inputs = chat_inputs(self.tokenizer, "Hello", self.target.device, self.draft.config.chat_template_kwargs)
-        for is_plain in (False, True):
-            times: list[float] = []
-            self._generate(
-                inputs,
-                is_plain,
-                lambda verify_pass, times=times: times.append(time.perf_counter()),
-                max_new_tokens=WARM_UP_TOKENS,
-                min_new_tokens=WARM_UP_TOKENS,
-                max_time=WARM_UP_S,
-            )
+        length = {"max_new_tokens": WARM_UP_TOKENS, "min_new_tokens": WARM_UP_TOKENS, "max_time": WARM_UP_S}
+        times: list[float] = []
+        self._generate(inputs, False, lambda _: None, **length)
+        self._generate(inputs, True, lambda _: times.append(time.perf_counter()), **length)
         self._cache = None
         steps = [after - before for before, after in itertools.pairwise(times)]
         if steps:
