@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+from .draft_tree import DraftTree
 
 
 @dataclass
@@ -111,3 +114,51 @@ def accept_by_probability(
         residual = torch.where(is_rejected[:, None], reduced, residual)
     next_tokens = torch.multinomial(residual, 1)[:, 0]
     return Acceptance(num_accepted, next_tokens, 1 + ratio.clamp(max=1).cumprod(1).sum(1))
+
+
+def accept_in_tree(
+    drafted: torch.Tensor, scores: torch.Tensor, tree: DraftTree, *, do_sample: bool
+) -> tuple[Acceptance, torch.Tensor]:
+    """
+    Accept the path of a tree of drafted tokens that the target takes.
+
+    At each node the target's token is its best one, or one drawn from its distribution; if a child of the node has that
+    token, the walk goes on there. So what is committed has exactly the target's distribution, whatever was drafted.
+
+    Args:
+        drafted (`torch.LongTensor` of shape `[rows, nodes - 1]`): tokens of nodes 1 … nodes - 1.
+        scores (`torch.FloatTensor` of shape `[rows, nodes, vocabulary]`): of the target after each node, as for
+            [`accept_greedily`] and [`accept_by_probability`].
+        tree ([`DraftTree`]): of the nodes.
+        do_sample (`bool`): draw from the target's distribution.
+
+    Returns:
+        `tuple`: [`Acceptance`], and the last accepted node of each row, `torch.LongTensor` of shape `[rows]`.
+    """
+    rows = torch.arange(len(drafted), device=drafted.device)
+    parents, vocabulary = tree.parents[1:], scores.shape[-1]
+    if do_sample:
+        of_drafted = scores.flatten(1).gather(1, parents * vocabulary + drafted)
+        log_probabilities = of_drafted - scores.logsumexp(-1)[:, parents]
+        probabilities = log_probabilities.exp()
+        before = probabilities @ tree.elder_siblings[1:, 1:].t().to(probabilities.dtype)
+        drawn = torch.rand(scores.shape[:2], device=scores.device)[:, parents]
+        accepted = (drawn >= before) & (drawn < before + probabilities)
+    else:
+        chosen = best_tokens(scores)
+        accepted = drafted == chosen[:, parents]
+    on_the_way = tree.ancestors[1:, 1:].float()
+    is_reached = (accepted.float() @ on_the_way.t()) == tree.depths[1:]
+    depths = nn.functional.pad(is_reached.long() * tree.depths[1:], (1, 0))
+    num_accepted, node = depths.max(1)
+    if not do_sample:
+        return Acceptance(num_accepted, chosen[rows, node], num_accepted + 1.0), node
+
+    distribution = scores[rows, node].softmax(-1)
+    is_child = parents == node[:, None]
+    kept = torch.where(is_child, 0.0, distribution.gather(1, drafted))
+    reduced = distribution.scatter_reduce(1, drafted, kept, "amin")
+    # nothing left can only be rounding: the children have all of the probability
+    distribution = torch.where(reduced.sum(1, keepdim=True) > 0, reduced, distribution)
+    expected = 1 + (log_probabilities @ on_the_way.t()).exp().sum(1)
+    return Acceptance(num_accepted, torch.multinomial(distribution, 1)[:, 0], expected), node

@@ -57,6 +57,7 @@ def dflash_decoding(
     generation_config: GenerationConfig,
     draft: DFlashDraftModel | None = None,
     block_size: int | str | None = None,
+    tree_size: int | None = None,
     proposal: str = "argmax",
     streamer: BaseStreamer | None = None,
     on_pass: Callable[[VerifyPass], None] | None = None,
@@ -77,6 +78,10 @@ def dflash_decoding(
         block_size (`int` or `"auto"`, *optional*):
             Slots to verify in each pass, the anchor included; at most the trained number, which is the default. 1 is
             plain decoding. `"auto"` chooses by what was accepted lately and what passes cost.
+        tree_size (`int`, *optional*):
+            Tokens to verify in each pass, the anchor included, when there are to be more than slots: second and later
+            choices of the draft join the first ones in a tree. It pays where a pass costs little more for more tokens:
+            one row, 16 to 32.
         proposal (`str`, defaults to `"argmax"`):
             When sampling, `"argmax"` proposes the draft's best tokens and accepts each with the target's probability;
             `"sample"` draws the proposals from the draft. Both are lossless; the first accepts more.
@@ -132,11 +137,13 @@ def dflash_decoding(
         rules=StoppingRules(stopping_criteria),
         do_sample=bool(generation_config.do_sample),
         sample_proposals=bool(generation_config.do_sample) and proposal == "sample",
-        block_length=_block_length(block_size, model, draft),
+        block_length=_block_length(block_size, tree_size, model, draft),
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
         on_pass=streamed,
     )
+    if tree_size is not None and loop.no_tree_because:
+        raise ValueError(f"tree_size={tree_size} cannot be used: {loop.no_tree_because}. Leave it out.")
     given = model_kwargs.pop("cache", None)
     num_read = loop.resume(given, given.continuation) if getattr(given, "continuation", None) is not None else 0
     if not num_read and getattr(given, "is_initialized", False):  # not so without any attention, nor is there a length
@@ -170,6 +177,7 @@ def speculative_generate(
     inputs: torch.LongTensor | None = None,
     *,
     block_size: int | str | None = None,
+    tree_size: int | None = None,
     proposal: str = "argmax",
     streamer: BaseStreamer | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -183,7 +191,7 @@ def speculative_generate(
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
         inputs (`torch.LongTensor` of shape `[rows, columns]`, *optional*): as for `generate`; or give `input_ids=`.
-        block_size, proposal, streamer, on_pass: see [`dflash_decoding`].
+        block_size, tree_size, proposal, streamer, on_pass: see [`dflash_decoding`].
         tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's; needed with `stop_strings`.
         stop_strings (`str` or `list[str]`, *optional*): texts that end an answer, wherever in a block they come.
         **generate_kwargs: for `target.generate`.
@@ -203,7 +211,13 @@ def speculative_generate(
             [*criteria, StopStringCriteria(tokenizer, stop_strings)]
         )
     decode = functools.partial(
-        dflash_decoding, draft=draft, block_size=block_size, proposal=proposal, streamer=streamer, on_pass=on_pass
+        dflash_decoding,
+        draft=draft,
+        block_size=block_size,
+        tree_size=tree_size,
+        proposal=proposal,
+        streamer=streamer,
+        on_pass=on_pass,
     )
     generate: Any = target.generate  # a mixin's method, which type checkers do not see
     return generate(inputs, custom_generate=decode, **{**generate_kwargs, "return_dict_in_generate": True})
@@ -296,8 +310,16 @@ def _prefill_inputs(
     return chunks
 
 
-def _block_length(block_size: int | str | None, target: PreTrainedModel, draft: DFlashDraftModel) -> BlockLength:
+def _block_length(
+    block_size: int | str | None, tree_size: int | None, target: PreTrainedModel, draft: DFlashDraftModel
+) -> BlockLength:
     trained = draft.config.block_size
+    if tree_size is not None:
+        if block_size is not None or not isinstance(tree_size, int) or tree_size <= trained:
+            raise ValueError(
+                f"tree_size={tree_size!r} must be more than the {trained} slots of a block, and goes without block_size."
+            )
+        return BlockLength(tree_size)
     if block_size is None:
         return BlockLength(trained)
     if block_size == "auto":

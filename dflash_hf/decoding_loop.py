@@ -12,17 +12,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .acceptance import Acceptance, accept_by_probability, accept_greedily, best_tokens
+from .acceptance import Acceptance, accept_by_probability, accept_greedily, accept_in_tree, best_tokens
 from .block_length import BlockLength
 from .configuration_dflash import describe_target
 from .decoding_statistics import DecodingStatistics, Stopwatch
 from .generation_rules import BlockScores, StoppingRules
+from .draft_tree import DraftTree, draft_tree
 from .modeling_dflash import DFlashDraftModel, apply_head, embed_tokens
 from .packed_attention import packed_attention
 from .row_cache import RowCache
 
 logger = logging.get_logger(__name__)
 
+MASKED_ATTENTION = ("sdpa", "eager")
 # Recurrent states cannot be taken back, so committed tokens wait until so many of them go through the target together.
 WAITING_TOKENS = 16
 
@@ -142,7 +144,8 @@ class DecodingLoop:
         parameters = inspect.signature(target.forward).parameters
         self.takes_position_ids = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        self.attention_is_eager = target.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        implementation = target.config.get_text_config(decoder=True)._attn_implementation
+        self.attention_is_eager = implementation == "eager"
         self.wanted_states = [layer_id + 1 for layer_id in self.config.target_layer_ids or []]
 
         num_rows, num_columns = input_ids.shape
@@ -158,6 +161,18 @@ class DecodingLoop:
         self.position_offset: torch.Tensor | None = None
         self.target_cache, self.draft_cache = RowCache(target.config), RowCache(draft.config)
         self.contexts: list[_Context] = []
+        # why no tree of tokens can be verified, if so: several tokens stand at one position of the text
+        self.no_tree_because = None
+        if self.target_cache.is_recurrent:
+            self.no_tree_because = (
+                f"the target has layers of type {', '.join(self.target_cache.recurrent_layer_types)}"
+            )
+        elif implementation not in MASKED_ATTENTION:
+            self.no_tree_because = f"the target's attention is {implementation!r}, which takes no mask of our own"
+        elif not scores.is_prefix_free:
+            self.no_tree_because = "a logits processor depends on the text before each token"
+        elif sample_proposals:
+            self.no_tree_because = "the proposals are drawn"
         self.finished: dict[int, torch.Tensor] = {}
         self.kept: dict[str, list[list[torch.Tensor]]] = {
             name: [[] for _ in range(num_rows)] for name in ("scores", "logits")
@@ -205,7 +220,7 @@ class DecodingLoop:
         watch = Stopwatch(self.device)
         logits = self._prefill(prefill_inputs)
         watch.lap("prefill")
-        self._commit(self.tokens[:, :0], None, logits)
+        self._commit(self.tokens[:, :0], None, logits, draft_tree(1, 1, self.device))
         watch.lap("rest")
         is_packed = self.device.type == "cpu"  # where it was measured
         with packed_attention(self.target.config, self.draft.config) if is_packed else nullcontext():
@@ -220,16 +235,23 @@ class DecodingLoop:
         while self.rows:
             self.block_length.start_pass()
             num_rows, room = len(self.rows), self.max_length - min(self.lengths)
-            num_slots = min(self.block_length.choose(num_rows), room)
+            num_tokens = self.block_length.choose(num_rows)
+            tree = self._tree(num_tokens, room)
             drafted, draft_scores = self.tokens[:, :0], None
-            if num_slots > 1:
-                drafted, draft_scores = self._propose(num_slots)
+            if tree.num_slots > 1:
+                drafted, draft_scores = self._propose(tree)
             watch.lap("draft")
-            verified = self._verify(drafted)
+            verified = self._verify(drafted, tree)
             watch.lap("verify")
-            counts = self._commit(drafted, draft_scores, verified.logits, verified)
-            self.block_length.end_pass(num_rows, num_slots, counts)
+            counts = self._commit(drafted, draft_scores, verified.logits, tree, verified)
+            self.block_length.end_pass(num_rows, num_tokens, counts)
             watch.lap("rest")
+
+    def _tree(self, num_tokens: int, room: int) -> DraftTree:
+        """The tokens to verify: a chain, or a tree if there are to be more of them than slots."""
+        num_slots = min(self.config.block_size, num_tokens, room)
+        is_chain = num_tokens <= self.config.block_size or self.no_tree_because is not None
+        return draft_tree(num_slots, num_slots if is_chain else num_tokens, self.device)
 
     def _keep_continuation(self) -> None:
         """Leave with the cache what a later call needs to go on from here."""
@@ -281,8 +303,8 @@ class DecodingLoop:
 
     # ---- drafting ----
 
-    def _propose(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft `num_slots - 1` tokens a row; with the scores they were drawn from, if they were drawn."""
+    def _propose(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft the tokens of a tree for each row; with the scores they were drawn from, if they were drawn."""
         block_size, device = self.config.block_size, self.draft.device
         anchors = [length - 1 for length in self.lengths]
         states, context_columns = self._new_context(anchors)
@@ -304,9 +326,11 @@ class DecodingLoop:
         self.contexts, self.context_length = [], anchors
         self.is_finite = hidden.isfinite().all()
         # all slots are drafted, as in training; the head, the dearer part, takes those in use
-        logits = apply_head(self.head, hidden[:, 1:num_slots].contiguous()).to(self.device)
+        logits = apply_head(self.head, hidden[:, 1 : tree.num_slots].contiguous()).to(self.device)
         if not self.sample_proposals:
-            return best_tokens(logits), None
+            if tree.is_chain:
+                return best_tokens(logits), None
+            return logits.topk(tree.num_ranks).indices[:, tree.depths[1:] - 1, tree.ranks[1:]], None
         # nothing can be drawn from what is not finite; what is accepted is right whatever the draft draws from
         draft_scores = self.scores.prefix_free(logits.float().nan_to_num(0.0, 0.0, 0.0))
         drafted = torch.multinomial(draft_scores.softmax(-1).flatten(0, 1), 1).view(draft_scores.shape[:2])
@@ -347,9 +371,13 @@ class DecodingLoop:
 
     # ---- verifying ----
 
-    def _verify(self, drafted: torch.Tensor) -> _Verified:
+    def _verify(self, drafted: torch.Tensor, tree: DraftTree) -> _Verified:
         """Run the target over anchor and drafted tokens, after those that its recurrent states have not seen."""
-        num_slots = drafted.shape[1] + 1
+        if not tree.is_chain:
+            anchors = self.tokens.gather(1, self._columns([length - 1 for length in self.lengths], 1, self.device))
+            outputs = self._run_target(tree.num_nodes, tree.num_nodes, torch.cat([anchors, drafted], dim=1), tree)
+            return _Verified(outputs.logits[:, -tree.num_nodes :], outputs, [0] * len(self.rows))
+        num_slots = tree.num_slots
         self.tokens.scatter_(1, self._columns(self.lengths, num_slots - 1, self.device), drafted)
         if self.target_cache.is_recurrent:
             self.target_cache.save_states()
@@ -365,21 +393,28 @@ class DecodingLoop:
         """Tokens of each row before the anchor that are not in the target's cache for good."""
         return [length - 1 - read for length, read in zip(self.lengths, self.read_lengths, strict=True)]
 
-    def _run_target(self, count: int, num_logits: int) -> Any:
-        """Run the target over `count` tokens of each row, from the first that is not in its cache for good."""
+    def _run_target(
+        self, count: int, num_logits: int, input_ids: torch.Tensor | None = None, tree: DraftTree | None = None
+    ) -> Any:
+        """
+        Run the target over `count` tokens of each row, from the first that is not in its cache for good.
+
+        They are those of the text, unless a tree of tokens is given, whose first one is the anchor.
+        """
         start, end = min(self.read_lengths), max(self.read_lengths) + count
         columns = self._columns(self.read_lengths, count, self.device)
         if len(self.rows) == 1:
             self.target_cache.place(start, end)
         else:
             self.target_cache.place(start, end, columns)
-        inputs: dict[str, Any] = {"attention_mask": self._target_mask(columns, end)}
+        inputs: dict[str, Any] = {"attention_mask": self._target_mask(columns, end, tree)}
         if self.takes_position_ids and self.position_offset is not None:
-            inputs["position_ids"] = columns.clamp(max=self.max_length - 1) + self.position_offset[..., None]
+            positions = columns if tree is None else columns[:, :1] + tree.depths
+            inputs["position_ids"] = positions.clamp(max=self.max_length - 1) + self.position_offset[..., None]
         if self.takes_logits_to_keep:
             inputs["logits_to_keep"] = num_logits
         return self.target(
-            input_ids=self.tokens.gather(1, columns),
+            input_ids=self.tokens.gather(1, columns) if input_ids is None else input_ids,
             cache=self.target_cache,
             use_cache=True,
             output_hidden_states=self.wanted_states,
@@ -387,13 +422,13 @@ class DecodingLoop:
             **inputs,
         )
 
-    def _target_mask(self, columns: torch.Tensor, end: int) -> Any:
+    def _target_mask(self, columns: torch.Tensor, end: int, tree: DraftTree | None) -> Any:
         """
         What the target may look at, in the form that transformers itself hands to models.
 
-        One row needs no more than its padding. Several rows of different lengths need a mask of their own.
+        One row needs no more than its padding. Rows of different lengths, and trees, need a mask of their own.
         """
-        if len(self.rows) == 1:
+        if len(self.rows) == 1 and tree is None:
             if not self.num_padding[0]:
                 return None
             return (torch.arange(end, device=self.device) >= self.num_padding[0]).long()[None]
@@ -401,7 +436,15 @@ class DecodingLoop:
 
         def mask(window: int | None) -> torch.Tensor:
             keys, queries = torch.arange(self.target_cache.first_column(window), end, device=self.device), columns
-            visible = (keys <= queries[..., None]) & (keys >= padding)
+            if tree is None:
+                visible = keys <= queries[..., None]
+            else:
+                nodes = keys - columns[:, :1]
+                is_node = (nodes >= 0) & (nodes < tree.num_nodes)
+                queries = columns[:, :1] + tree.depths
+                of_tree = tree.ancestors.t()[nodes.clamp(0, tree.num_nodes - 1)].transpose(1, 2)
+                visible = (nodes < 0)[:, None] | (is_node[:, None] & of_tree)
+            visible = visible & (keys >= padding)
             if window is not None:
                 visible = visible & (queries[..., None] - keys < window)
             visible = visible[:, None]
@@ -428,32 +471,42 @@ class DecodingLoop:
     # ---- committing ----
 
     def _decide(
-        self, drafted: torch.Tensor, draft_scores: torch.Tensor | None, logits: torch.Tensor
-    ) -> tuple[Acceptance, torch.Tensor]:
-        """Which drafted tokens stay, and the processed scores that said so."""
+        self, drafted: torch.Tensor, draft_scores: torch.Tensor | None, logits: torch.Tensor, tree: DraftTree
+    ) -> tuple[Acceptance, torch.Tensor, torch.Tensor]:
+        """Which drafted tokens stay, the last accepted node, and the processed scores that said so."""
         scores = logits.to(self.device)
         if len(self.scores) or self.do_sample or self.keep_scores:
             scores = scores.to(torch.float32, copy=True)
         if len(self.scores):
             scores = self.scores(self.tokens, self.lengths, scores, self.rows)
+        if not tree.is_chain:
+            acceptance, node = accept_in_tree(drafted, scores, tree, do_sample=self.do_sample)
+            return acceptance, node, scores
         if self.do_sample:
-            return accept_by_probability(drafted, scores, draft_scores), scores
-        return accept_greedily(drafted, scores), scores
+            acceptance = accept_by_probability(drafted, scores, draft_scores)
+        else:
+            acceptance = accept_greedily(drafted, scores)
+        return acceptance, acceptance.num_accepted, scores
 
     def _commit(
         self,
         drafted: torch.Tensor,
         draft_scores: torch.Tensor | None,
         logits: torch.Tensor,
+        tree: DraftTree,
         verified: _Verified | None = None,
     ) -> list[int]:
         """Append the tokens that stay and let finished rows go; returns how many tokens each row got."""
-        num_slots = drafted.shape[1] + 1
-        acceptance, scores = self._decide(drafted, draft_scores, logits)
-        columns = self._columns(self.lengths, num_slots, self.device)
+        num_slots = tree.num_slots
+        acceptance, node, scores = self._decide(drafted, draft_scores, logits, tree)
+        columns, path = self._columns(self.lengths, num_slots, self.device), tree.paths[node]
+        if not tree.is_chain:
+            self.tokens.scatter_(1, columns[:, :-1], drafted.gather(1, (path[:, 1:] - 1).clamp(min=0)))
+            if self.keep_scores or self.keep_logits:
+                scores, logits = (values.take_along_dim(path[..., None], 1) for values in (scores, logits))
         last = columns.gather(1, acceptance.num_accepted[:, None])
         self.tokens.scatter_(1, last, acceptance.next_tokens[:, None])
-        parts = [self.tokens.gather(1, columns), acceptance.num_accepted[:, None]]
+        parts = [self.tokens.gather(1, columns), acceptance.num_accepted[:, None], node[:, None]]
         if num_slots > 1:
             parts.append(self.is_finite.to(self.device).long().expand(len(self.rows), 1))
             self.expected_sum = self.expected_sum + acceptance.expected.sum()
@@ -469,7 +522,8 @@ class DecodingLoop:
         self._record(num_slots, counts, scores, logits, is_prefill=verified is None)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         if verified is not None:
-            self._keep_states(verified, num_slots, counts)
+            is_on_chain = all(values[num_slots + 1] < tree.chain_length for values in on_host)
+            self._keep_states(verified, tree, None if is_on_chain else path, counts)
         if self.on_pass is not None:
             self.on_pass(
                 VerifyPass(
@@ -511,18 +565,24 @@ class DecodingLoop:
                 for index, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
                     self.kept[name][row] += values[index, :count].float().unbind(0)
 
-    def _keep_states(self, verified: _Verified, num_slots: int, counts: list[int]) -> None:
+    def _keep_states(self, verified: _Verified, tree: DraftTree, path: torch.Tensor | None, counts: list[int]) -> None:
         """Hand the states of committed tokens to the draft, and move the target's cache on."""
         waiting, longest = verified.waiting, max(counts)
         is_uniform = min(waiting) == max(waiting)
-        if is_uniform:
+        if path is not None:
+            states = self._tapped(verified.outputs, slice(None))
+            states = states.take_along_dim(path[:, :longest, None].to(states.device), 1)
+            anchors = torch.tensor(self.read_lengths, device=self.device)[:, None]
+            places = anchors + torch.arange(tree.num_slots, device=self.device)
+            self.target_cache.move(anchors + path[:, 1:], places[:, 1:])
+        elif is_uniform:
             states = self._tapped(verified.outputs, slice(waiting[0], waiting[0] + longest))
         else:
             states = _from_each_row(self._tapped(verified.outputs, slice(None)), waiting, longest)
         is_even = min(counts) == longest
         self.contexts.append(_Context(states, None if is_even else torch.tensor(counts, device=states.device)))
 
-        if self.target_cache.is_recurrent and not (is_uniform and min(counts) == num_slots):
+        if self.target_cache.is_recurrent and not (is_uniform and min(counts) == tree.num_slots):
             self.target_cache.restore_states()
             self._read_waiting_tokens()
         else:

@@ -123,7 +123,8 @@ def generate_timed(
     if draft is not None and own_loop:
         _synchronize(target.device)
         start = time.perf_counter()
-        drafted: Any = speculative_generate(target, draft, **inputs, **kwargs)
+        arguments: dict[str, Any] = {**inputs, **kwargs}
+        drafted: Any = speculative_generate(target, draft, **arguments)
         token_ids = drafted.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return Generation(token_ids, time.perf_counter() - start, drafted.statistics.committed[0])
     context_lengths: list[int] = []
@@ -243,10 +244,12 @@ def chat_inputs(
     Raises:
         ValueError: the template refuses the messages.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [dict(message) for message in prompt]
     if tokenizer.chat_template is None:
-        text = "".join(message["content"] + "\n" * (message["role"] != "user") for message in messages)
-        return dict(tokenizer(text, return_tensors="pt").to(device))
+        lines = "".join(message["content"] + "\n" * (message["role"] != "user") for message in messages)
+        return dict(tokenizer(lines, return_tensors="pt").to(device))
     try:
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **(chat_template_kwargs or {})

@@ -68,6 +68,11 @@ class BlockScores:
     def __len__(self) -> int:
         return len(self.processors)
 
+    @property
+    def is_prefix_free(self) -> bool:
+        """Whether all processors look at the scores alone."""
+        return all(type(processor) in PREFIX_FREE for processor in self.processors)
+
     def __call__(
         self, tokens: torch.Tensor, lengths: Sequence[int], scores: torch.Tensor, rows: Sequence[int] | None = None
     ) -> torch.Tensor:

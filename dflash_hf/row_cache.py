@@ -127,6 +127,14 @@ class RowLayer(CacheLayerMixin):
         visible = slice(self.first - self.origin, self.placement.end - self.origin)
         return self.keys[:, :, visible], self.values[:, :, visible]
 
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy columns to other columns; the arguments are those of [`RowCache.move`]."""
+        if self.keys is not None:
+            rows = torch.arange(len(source), device=self.keys.device)[:, None]
+            source, target = (columns.to(self.keys.device) - self.origin for columns in (source, target))
+            for buffer in (self.keys, self.values):
+                buffer[rows, :, target] = buffer[rows, :, source]
+
     def get_seq_length(self) -> int:
         """Columns before the ones that the next pass writes, if all rows write the same ones."""
         return self.placement.start
@@ -234,6 +242,17 @@ class RowCache(Cache):
     def first_column(self, window: int | None) -> int:
         """First column that a layer of this window shows in the next pass."""
         return 0 if window is None else max(0, self.placement.start - window + 1)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """
+        Bring the tokens of an accepted path of a tree to where the text has them.
+
+        Args:
+            source, target (`torch.LongTensor` of shape `[rows, n]`): columns to copy from, and to.
+        """
+        for layer in self.layers:
+            if isinstance(layer, RowLayer):
+                layer.move(source, target)
 
     def _recurrent_layers(self) -> list[Any]:
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]

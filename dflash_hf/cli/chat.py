@@ -186,7 +186,7 @@ def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
     Yields:
         `Callable`: whether Ctrl-C was pressed.
     """
-    presses = []
+    presses: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         if presses:
