@@ -122,8 +122,9 @@ def accept_in_tree(
     """
     Accept the path of a tree of drafted tokens that the target takes.
 
-    At each node the target's token is its best one, or one drawn from its distribution; if a child of the node has that
-    token, the walk goes on there. So what is committed has exactly the target's distribution, whatever was drafted.
+    At each node the target's token is its best one, or one drawn from its distribution; if a child of the node has
+    that token, the walk goes on there. So what is committed has exactly the target's distribution, whatever was
+    drafted.
 
     Args:
         drafted (`torch.LongTensor` of shape `[rows, nodes - 1]`): tokens of nodes 1 … nodes - 1.

@@ -34,6 +34,7 @@ from .row_cache import RowCache
 logger = logging.get_logger(__name__)
 
 PROPOSALS = ("argmax", "sample")
+MASKED_ATTENTION = ("sdpa", "eager")
 
 
 @dataclass
@@ -128,22 +129,24 @@ def dflash_decoding(
             if on_pass is not None:
                 on_pass(verify_pass)
 
+    scores = BlockScores(logits_processor, len(input_ids))
+    sample_proposals = bool(generation_config.do_sample) and proposal == "sample"
     loop = DecodingLoop(
         model,
         draft,
         input_ids,
         num_padding,
-        scores=BlockScores(logits_processor, len(input_ids)),
+        scores=scores,
         rules=StoppingRules(stopping_criteria),
         do_sample=bool(generation_config.do_sample),
-        sample_proposals=bool(generation_config.do_sample) and proposal == "sample",
-        block_length=_block_length(block_size, tree_size, model, draft),
+        sample_proposals=sample_proposals,
+        block_length=_block_length(
+            block_size, tree_size, model, draft, _no_tree_because(model, scores, sample_proposals)
+        ),
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
         on_pass=streamed,
     )
-    if tree_size is not None and loop.no_tree_because:
-        raise ValueError(f"tree_size={tree_size} cannot be used: {loop.no_tree_because}. Leave it out.")
     given = model_kwargs.pop("cache", None)
     num_read = loop.resume(given, given.continuation) if getattr(given, "continuation", None) is not None else 0
     if not num_read and getattr(given, "is_initialized", False):  # not so without any attention, nor is there a length
@@ -267,7 +270,7 @@ def _check_call(
             "as many tokens, and rows of a batch advance each at its own pace. Decode one row at a time."
         )
     implementation = text_config._attn_implementation
-    if len(input_ids) > 1 and implementation not in ("sdpa", "eager"):
+    if len(input_ids) > 1 and implementation not in MASKED_ATTENTION:
         raise ValueError(
             f"The target's attention is {implementation!r}, which takes no mask for rows of different lengths. Load "
             "it with attn_implementation='sdpa', or decode one row at a time."
@@ -310,20 +313,40 @@ def _prefill_inputs(
     return chunks
 
 
+def _no_tree_because(model: PreTrainedModel, scores: BlockScores, sample_proposals: bool) -> str | None:
+    """Why several tokens cannot stand at one position of the text, if so."""
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    recurrent_types = RowCache(model.config).recurrent_layer_types
+    if recurrent_types:
+        return f"the target has layers of type {', '.join(recurrent_types)}"
+    if implementation not in MASKED_ATTENTION:
+        return f"the target's attention is {implementation!r}, which takes no mask of our own"
+    if not scores.is_prefix_free:
+        return "a logits processor depends on the text before each token"
+    return "the proposals are drawn" if sample_proposals else None
+
+
 def _block_length(
-    block_size: int | str | None, tree_size: int | None, target: PreTrainedModel, draft: DFlashDraftModel
+    block_size: int | str | None,
+    tree_size: int | None,
+    model: PreTrainedModel,
+    draft: DFlashDraftModel,
+    no_tree_because: str | None,
 ) -> BlockLength:
     trained = draft.config.block_size
     if tree_size is not None:
+        if no_tree_because:
+            raise ValueError(f"tree_size={tree_size} cannot be used: {no_tree_because}. Leave it out.")
         if block_size is not None or not isinstance(tree_size, int) or tree_size <= trained:
             raise ValueError(
-                f"tree_size={tree_size!r} must be more than the {trained} slots of a block, and goes without block_size."
+                f"tree_size={tree_size!r} must be more than the {trained} slots of a block, and goes without "
+                f"block_size (here {block_size!r})."
             )
         return BlockLength(tree_size)
     if block_size is None:
         return BlockLength(trained)
     if block_size == "auto":
-        return AdaptiveBlockLength(times_of_pair(target, draft, trained))
+        return AdaptiveBlockLength(times_of_pair(model, draft, trained), use_trees=no_tree_because is None)
     if not isinstance(block_size, int) or not 1 <= block_size <= trained:
         raise ValueError(
             f"block_size={block_size!r} must be 'auto' or 1 to {trained}, the slots the draft was trained for."

@@ -16,15 +16,14 @@ from .acceptance import Acceptance, accept_by_probability, accept_greedily, acce
 from .block_length import BlockLength
 from .configuration_dflash import describe_target
 from .decoding_statistics import DecodingStatistics, Stopwatch
-from .generation_rules import BlockScores, StoppingRules
 from .draft_tree import DraftTree, draft_tree
+from .generation_rules import BlockScores, StoppingRules
 from .modeling_dflash import DFlashDraftModel, apply_head, embed_tokens
 from .packed_attention import packed_attention
 from .row_cache import RowCache
 
 logger = logging.get_logger(__name__)
 
-MASKED_ATTENTION = ("sdpa", "eager")
 # Recurrent states cannot be taken back, so committed tokens wait until so many of them go through the target together.
 WAITING_TOKENS = 16
 
@@ -114,7 +113,7 @@ class DecodingLoop:
         scores ([`BlockScores`]), rules ([`StoppingRules`]): of `generate`.
         do_sample (`bool`): draw from the target's distribution instead of taking its best token.
         sample_proposals (`bool`): draw the draft's tokens too, instead of taking its best ones.
-        block_length ([`BlockLength`]): slots to verify.
+        block_length ([`BlockLength`]): tokens to verify; more than the slots of a block only where trees may be.
         keep_scores, keep_logits (`bool`): collect the processed and the raw scores of every new token.
         on_pass (`Callable`, *optional*): called with a [`VerifyPass`] after the prefill and after every pass.
     """
@@ -144,8 +143,7 @@ class DecodingLoop:
         parameters = inspect.signature(target.forward).parameters
         self.takes_position_ids = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        implementation = target.config.get_text_config(decoder=True)._attn_implementation
-        self.attention_is_eager = implementation == "eager"
+        self.attention_is_eager = target.config.get_text_config(decoder=True)._attn_implementation == "eager"
         self.wanted_states = [layer_id + 1 for layer_id in self.config.target_layer_ids or []]
 
         num_rows, num_columns = input_ids.shape
@@ -161,18 +159,6 @@ class DecodingLoop:
         self.position_offset: torch.Tensor | None = None
         self.target_cache, self.draft_cache = RowCache(target.config), RowCache(draft.config)
         self.contexts: list[_Context] = []
-        # why no tree of tokens can be verified, if so: several tokens stand at one position of the text
-        self.no_tree_because = None
-        if self.target_cache.is_recurrent:
-            self.no_tree_because = (
-                f"the target has layers of type {', '.join(self.target_cache.recurrent_layer_types)}"
-            )
-        elif implementation not in MASKED_ATTENTION:
-            self.no_tree_because = f"the target's attention is {implementation!r}, which takes no mask of our own"
-        elif not scores.is_prefix_free:
-            self.no_tree_because = "a logits processor depends on the text before each token"
-        elif sample_proposals:
-            self.no_tree_because = "the proposals are drawn"
         self.finished: dict[int, torch.Tensor] = {}
         self.kept: dict[str, list[list[torch.Tensor]]] = {
             name: [[] for _ in range(num_rows)] for name in ("scores", "logits")
@@ -250,7 +236,7 @@ class DecodingLoop:
     def _tree(self, num_tokens: int, room: int) -> DraftTree:
         """The tokens to verify: a chain, or a tree if there are to be more of them than slots."""
         num_slots = min(self.config.block_size, num_tokens, room)
-        is_chain = num_tokens <= self.config.block_size or self.no_tree_because is not None
+        is_chain = num_tokens <= self.config.block_size
         return draft_tree(num_slots, num_slots if is_chain else num_tokens, self.device)
 
     def _keep_continuation(self) -> None:

@@ -25,7 +25,7 @@ class DraftTree:
         depths, ranks, parents (`torch.LongTensor` of shape `[nodes]`): slot, rank among the draft's choices there, and
             the node before. The anchor is its own parent.
         ancestors (`torch.BoolTensor` of shape `[nodes, nodes]`): `[i, j]`: node `j` is on the way to `i`, or is `i`.
-        elder_siblings (`torch.BoolTensor` of shape `[nodes, nodes]`): `[i, j]`: `j` is a better choice at the same place.
+        elder_siblings (`torch.BoolTensor` of shape `[nodes, nodes]`): `[i, j]`: `j` is a better choice at that place.
         paths (`torch.LongTensor` of shape `[nodes, slots]`): the nodes on the way to each, by depth; then itself.
         chain_length (`int`): nodes of the chain of first choices, the anchor included.
         num_ranks (`int`): choices that are looked at in a slot.
@@ -82,7 +82,8 @@ def draft_tree(num_slots: int, num_nodes: int, device: torch.device) -> DraftTre
         chosen = [(0,) * depth for depth in range(1, num_nodes)]
     else:
         right = [RIGHT * (rank + 1) ** -DECAY for rank in range(MAX_RANKS)]
-        chosen, heap = [], [(-1.0, ())]
+        chosen = []
+        heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
         while len(chosen) < num_nodes and heap:
             negative, choice = heapq.heappop(heap)
             if choice:

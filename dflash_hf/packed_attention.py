@@ -43,8 +43,14 @@ def packed_sdpa(
     """
     rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    is_plain_mask = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
-    if groups == 1 or num_queries == 1 or not is_plain_mask or dropout or kwargs.get("position_bias") is not None:
+    has_own_scores = bool(dropout) or kwargs.get("position_bias") is not None
+    if (
+        attention_mask is None
+        or attention_mask.dtype != torch.bool
+        or attention_mask.shape[1] != 1
+        or 1 in (groups, num_queries)
+        or has_own_scores
+    ):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

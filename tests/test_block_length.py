@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dflash_hf.block_length import AdaptiveBlockLength, PassTimes
+
+
+def simulate(
+    seconds,
+    acceptance,
+    num_tokens,
+    *,
+    times: PassTimes | None = None,
+    tree_gain: float = 0.0,
+    use_trees: bool = False,
+    num_rows: int = 1,
+    seed: int = 0,
+) -> tuple[float, list[int]]:
+    """Time and choices on a made-up machine and text: `seconds(tokens)` a pass, `acceptance` of a drafted slot."""
+    now, chance, choices, lengths = 0.0, random.Random(seed), [], [0] * num_rows
+    adaptive = AdaptiveBlockLength(times or PassTimes(6), use_trees, clock=lambda: now)
+    while min(lengths) < num_tokens:
+        adaptive.start_pass()
+        tokens = adaptive.choose(num_rows)
+        counts = []
+        for _ in range(num_rows):
+            count = 1
+            while count < min(tokens, 6) and chance.random() < acceptance:
+                count += 1
+            counts.append(min(6, count + (chance.random() < tree_gain if tokens > 6 else 0)))
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        now += seconds(tokens)
+        adaptive.end_pass(num_rows, tokens, counts)
+        choices.append(tokens)
+    return now, choices
+
+
+def drafting_costs_a_third(tokens: int) -> float:
+    return 1.0 if tokens == 1 else 1.3 + 0.01 * tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_text_that_is_never_guessed_costs_at_most_five_percent_over_plain_decoding(seed):
+    times = PassTimes(6)
+    simulate(drafting_costs_a_third, 0.5, 50, times=times)  # an earlier call of the same pair
+    seconds, _ = simulate(drafting_costs_a_third, 0.0, 256, times=times, seed=seed)
+    assert 256 / seconds >= 0.95
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.95])
+def test_text_that_is_guessed_well_is_drafted_in_nearly_every_pass(acceptance):
+    _, choices = simulate(drafting_costs_a_third, acceptance, 400)
+    assert sum(tokens > 1 for tokens in choices) / len(choices) > 0.9
+
+
+def test_slots_that_cost_more_than_they_bring_are_left_out():
+    """Each slot costs as much as half a plain pass: with 0.6 accepted, two or three slots are best."""
+    _, choices = simulate(lambda tokens: 1.0 if tokens == 1 else 0.7 + 0.5 * (tokens - 1), 0.6, 600)
+    later = choices[60:]
+    assert sum(tokens in (1, 2, 3) for tokens in later) / len(later) > 0.85
+
+
+def test_a_text_that_becomes_easy_is_drafted_again():
+    times = PassTimes(6)
+    simulate(drafting_costs_a_third, 0.5, 50, times=times)
+    now, choices = 0.0, []
+    adaptive = AdaptiveBlockLength(times, use_trees=False, clock=lambda: now)
+    for index in range(300):
+        adaptive.start_pass()
+        tokens = adaptive.choose(1)
+        count = min(tokens, 6) if index >= 150 else 1
+        now += drafting_costs_a_third(tokens)
+        adaptive.end_pass(1, tokens, [count])
+        choices.append(tokens)
+    assert sum(tokens == 1 for tokens in choices[60:150]) > 80
+    assert sum(tokens > 1 for tokens in choices[220:]) > 75
+
+
+@pytest.mark.parametrize(("cost", "is_used"), [(0.001, True), (0.05, False)])
+def test_a_tree_is_verified_where_more_tokens_cost_little(cost, is_used):
+    def seconds(tokens: int) -> float:
+        return 1.0 if tokens == 1 else 1.3 + cost * tokens
+
+    _, choices = simulate(seconds, 0.5, 600, use_trees=True, tree_gain=0.6)
+    later = choices[60:]
+    assert (sum(tokens > 6 for tokens in later) / len(later) > 0.7) == is_used
+
+
+def test_trees_are_not_tried_with_many_rows():
+    _, choices = simulate(drafting_costs_a_third, 0.5, 100, use_trees=True, tree_gain=0.6, num_rows=8)
+    assert max(choices) == 6
+
+
+def test_lengths_that_were_not_tried_lie_between_their_neighbours():
+    times = PassTimes(6)
+    for tokens, seconds in ((1, 1.0), (3, 2.0), (6, 5.0), (6, 9.0)):
+        times.add(4, tokens, seconds)
+    assert times.missing(4, []) == []
+    assert times.estimate(4) == pytest.approx({1: 1.0, 2: 2.0, 3: 2.0, 4: 3.0, 5: 4.0, 6: 5.0})
+    assert times.estimate(3) == times.estimate(4)
