@@ -33,11 +33,13 @@ class Method:
             package `dflash`) or `"ours"` ([`speculative_generate`]).
         block_size (`int` or `"auto"`, *optional*): slots that ours verifies.
         proposal (`str`, *optional*): how ours proposes tokens when sampling.
+        tree_size (`int`, *optional*): tokens that ours verifies in a tree, instead of `block_size`.
     """
 
     name: str
     block_size: int | str | None = None
     proposal: str | None = None
+    tree_size: int | None = None
 
     @property
     def label(self) -> str:
@@ -45,6 +47,8 @@ class Method:
         names = {"plain": "plain generate", "native": "transformers' loop", "reference": "dflash package"}
         if self.name != "ours":
             return names[self.name]
+        if self.tree_size is not None:
+            return f"ours, tree of {self.tree_size}"
         return f"ours, {self.block_size}" + (", sampled" if self.proposal == "sample" else "")
 
 
@@ -58,6 +62,7 @@ class BenchmarkSettings:
         batch_sizes (`tuple[int, ...]`): rows decoded together; the number of prompts is a multiple of each.
         temperatures (`tuple[float, ...]`): 0 decodes greedily.
         block_sizes (`tuple[int | str, ...]`): slots that ours verifies, 1 to the trained number, or `"auto"`.
+        tree_sizes (`tuple[int, ...]`): tokens that ours verifies in trees.
         proposals (`tuple[str, ...]`): `"argmax"`, `"sample"`: how ours proposes when sampling.
         repeats (`int`): times that every batch is decoded by every method.
         against_reference (`bool`): also run the decoder of the package `dflash`.
@@ -68,6 +73,7 @@ class BenchmarkSettings:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     block_sizes: tuple[int | str, ...] = ("auto",)
+    tree_sizes: tuple[int, ...] = ()
     proposals: tuple[str, ...] = ("argmax",)
     repeats: int = 1
     against_reference: bool = False
@@ -108,6 +114,9 @@ class BenchmarkSettings:
                     f"block_size={block_size!r} must be 1 to {trained_block_size}, which the draft was trained for, "
                     "or 'auto'."
                 )
+        for tree_size in self.tree_sizes:
+            if tree_size <= trained_block_size:
+                raise ValueError(f"tree_size={tree_size} must be more than the {trained_block_size} slots of a block.")
         for proposal in self.proposals:
             if proposal not in PROPOSALS:
                 raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}.")
@@ -118,7 +127,8 @@ class BenchmarkSettings:
         if batch_size == 1:
             methods += [Method("native"), *([Method("reference")] if self.against_reference else [])]
         proposals = self.proposals if temperature > 0 else (None,)
-        return methods + [Method("ours", size, proposal) for size in self.block_sizes for proposal in proposals]
+        methods += [Method("ours", size, proposal) for size in self.block_sizes for proposal in proposals]
+        return methods + [Method("ours", tree_size=size) for size in self.tree_sizes]
 
 
 @dataclass
@@ -444,7 +454,9 @@ class DecodingBenchmark:
         if temperature > 0:
             kwargs.update(temperature=temperature, top_k=0, top_p=1.0)
         if method.name == "ours":
-            kwargs.update(block_size=method.block_size, proposal=method.proposal or "argmax")
+            kwargs.update(
+                block_size=method.block_size, tree_size=method.tree_size, proposal=method.proposal or "argmax"
+            )
             output = speculative_generate(self.target, self.draft, **kwargs)
             return output.sequences, output.statistics
         if method.name == "native":

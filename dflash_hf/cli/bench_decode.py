@@ -43,6 +43,9 @@ def decode(
     block_sizes: Annotated[
         str, typer.Option(help="Slots that ours verifies: numbers, 'trained' for the draft's own, 'auto'.")
     ] = "trained,auto",
+    tree_sizes: Annotated[
+        str, typer.Option(help="Tokens that ours verifies in trees, each more than a block; e.g. 12,24.")
+    ] = "",
     proposal: Annotated[str, typer.Option(help="How ours proposes when sampling: argmax, sample or both.")] = "argmax",
     repeats: Annotated[int, typer.Option(help="Times that each method decodes each batch.")] = 1,
     against: Annotated[str | None, typer.Option(help="'dflash': also the decoder of that package (batch 1).")] = None,
@@ -66,6 +69,7 @@ def decode(
         block_sizes=_values(
             "--block-sizes", block_sizes, lambda word: {"trained": trained, "auto": "auto"}.get(word) or int(word)
         ),
+        tree_sizes=_values("--tree-sizes", tree_sizes, int) if tree_sizes else (),
         proposals=_values("--proposal", proposal, str),
         repeats=repeats,
         against_reference=against == "dflash",
