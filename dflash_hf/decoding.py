@@ -85,7 +85,9 @@ def dflash_decoding(
             one row, 16 to 32.
         proposal (`str`, defaults to `"argmax"`):
             When sampling, `"argmax"` proposes the draft's best tokens and accepts each with the target's probability;
-            `"sample"` draws the proposals from the draft. Both are lossless; the first accepts more.
+            `"sample"` draws the proposals from the draft. Both are lossless. Which accepts more depends on the pair:
+            the first where the slots of a block lean on each other, the second where the draft's odds are the
+            target's.
         streamer (`BaseStreamer`, *optional*):
             Gets the prompt, then each token, as in plain generation. One row only.
         on_pass (`Callable`, *optional*):
