@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-REMEMBERED_TIMES = 5
+NEEDED_TIMES = 2  # the first pass of a new shape may compile something
+MACHINE_SHARE, OWN_SHARE, LARGEST_SURPRISE = 0.4, 0.1, 1.5
 DECAY = 0.95  # of the weight of a row's pass, with every later pass
 PRIOR_RATE, PRIOR_WEIGHT = 0.5, 4.0
 PRIOR_TREE_GAIN, PRIOR_TREE_TOKENS = 1.1, 32.0  # tokens that a tree commits, divided by those of the whole chain
-REMEASURE_AFTER, REMEASURE_FROM = 16, 0.8  # passes; rate of what is tried again, relative to the best
+REMEASURE_AFTER, REMEASURE_FROM = 8, 0.8  # passes; rate of what is tried again, relative to the best
 PROBE_AFTER = (4, 32)  # plain passes before a draft is tried again: first, and at most
 LARGEST_TREE_PASS = 64  # tokens of all rows
 
@@ -42,7 +43,10 @@ class BlockLength:
 
 class PassTimes:
     """
-    Seconds of a pass, by rows and tokens a row: the least of the last few, since disturbances only ever add.
+    Seconds of a pass, by rows and tokens a row.
+
+    Machines change their speed for all kinds of passes at once, so a pass that took longer than expected is put down
+    to the machine first, and to its own number of tokens only a little once that was measured a few times.
 
     Args:
         trained (`int`): slots of a trained block.
@@ -50,20 +54,32 @@ class PassTimes:
 
     def __init__(self, trained: int) -> None:
         self.trained = trained
-        self._times: dict[int, dict[int, deque[float]]] = defaultdict(
-            lambda: defaultdict(lambda: deque(maxlen=REMEMBERED_TIMES))
-        )
+        self.slowness = 1.0  # of the machine, now
+        self._seconds: dict[int, dict[int, float]] = defaultdict(dict)  # where slowness is 1
+        self._counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def add(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Remember one pass."""
-        self._times[num_rows][num_tokens].append(seconds)
+        """Learn from one pass."""
+        table, counts = self._seconds[num_rows], self._counts[num_rows]
+        counts[num_tokens] += 1
+        if counts[num_tokens] <= NEEDED_TIMES:
+            table[num_tokens] = min(table.get(num_tokens, seconds / self.slowness), seconds / self.slowness)
+            return
+        surprise = seconds / (table[num_tokens] * self.slowness)
+        surprise = min(max(surprise, 1 / LARGEST_SURPRISE), LARGEST_SURPRISE)
+        self.slowness *= surprise**MACHINE_SHARE
+        table[num_tokens] *= surprise ** max(OWN_SHARE, 1 / counts[num_tokens])
 
     def missing(self, num_rows: int, tree_sizes: list[int]) -> list[int]:
         """Numbers of tokens to try so that the others can be told from them, if no number of rows has all of these."""
         wanted = list(dict.fromkeys([self.trained, max(2, self.trained // 2), 1, *tree_sizes]))
-        if any(all(tokens in table for tokens in wanted) for table in self._times.values()):
+
+        def lacking(counts: dict[int, int]) -> list[int]:
+            return [tokens for tokens in wanted if counts.get(tokens, 0) < NEEDED_TIMES]
+
+        if any(not lacking(counts) for counts in self._counts.values()):
             return []
-        return [tokens for tokens in wanted if tokens not in self._times[num_rows]]
+        return lacking(self._counts[num_rows])
 
     def estimate(self, num_rows: int) -> dict[int, float]:
         """
@@ -78,17 +94,17 @@ class PassTimes:
         Returns:
             `dict[int, float]`: from 1 (no draft) on.
         """
-        complete = [rows for rows, table in self._times.items() if {1, self.trained} <= set(table)]
-        table = self._times[min(complete, key=lambda rows: abs(rows - num_rows))]
-        least = {tokens: min(times) for tokens, times in table.items()}
-        tried = sorted(tokens for tokens in least if 1 < tokens <= self.trained)
+        complete = [rows for rows, table in self._seconds.items() if {1, self.trained} <= set(table)]
+        nearest = min(complete, key=lambda rows: abs(rows - num_rows))
+        seconds = {tokens: least * self.slowness for tokens, least in self._seconds[nearest].items()}
+        tried = sorted(tokens for tokens in seconds if 1 < tokens <= self.trained)
         for tokens in range(2, self.trained):
-            if tokens not in least:
+            if tokens not in seconds:
                 above = next(other for other in tried if other > tokens)
                 below = max((other for other in tried if other < tokens), default=above)
-                share = (tokens - below) / max(above - below, 1)
-                least[tokens] = least[below] + max(share, 0.0) * (least[above] - least[below])
-        return least
+                share = max((tokens - below) / max(above - below, 1), 0.0)
+                seconds[tokens] = seconds[below] + share * (seconds[above] - seconds[below])
+        return seconds
 
 
 _times_of_pair: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, PassTimes]] = WeakKeyDictionary()
@@ -156,7 +172,7 @@ class AdaptiveBlockLength(BlockLength):
             self.probe_after = PROBE_AFTER[0]
             if self.passes_since_trial > REMEASURE_AFTER:
                 self.passes_since_trial = 0
-                near = [tokens for tokens in others if rates[tokens] > REMEASURE_FROM * rates[best]]
+                near = [tokens for tokens in others if tokens == 1 or rates[tokens] > REMEASURE_FROM * rates[best]]
                 return min(near, key=lambda tokens: self.last_pass[tokens], default=best)
         return best
 

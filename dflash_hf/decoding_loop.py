@@ -163,6 +163,7 @@ class DecodingLoop:
         self.kept: dict[str, list[list[torch.Tensor]]] = {
             name: [[] for _ in range(num_rows)] for name in ("scores", "logits")
         }
+        self.watch = Stopwatch(self.device)
         self.is_finite = torch.ones((), dtype=torch.bool)
         self.expected_sum = torch.zeros((), device=self.device)
         self.statistics = DecodingStatistics(self.config.block_size)
@@ -203,21 +204,22 @@ class DecodingLoop:
         Args:
             prefill_inputs (`list[dict]`): inputs of the target for the prompt, in one or several chunks.
         """
-        watch = Stopwatch(self.device)
+        watch = self.watch = Stopwatch(self.device)
         logits = self._prefill(prefill_inputs)
         watch.lap("prefill")
         self._commit(self.tokens[:, :0], None, logits, draft_tree(1, 1, self.device))
         watch.lap("rest")
         is_packed = self.device.type == "cpu"  # where it was measured
         with packed_attention(self.target.config, self.draft.config) if is_packed else nullcontext():
-            self._run_passes(watch)
+            self._run_passes()
         for name, seconds in watch.totals().items():
             setattr(self.statistics, f"{name}_s", seconds)
         self.statistics.expected_sum = float(self.expected_sum)
         if len(self.finished) == 1:
             self._keep_continuation()
 
-    def _run_passes(self, watch: Stopwatch) -> None:
+    def _run_passes(self) -> None:
+        watch = self.watch
         while self.rows:
             self.block_length.start_pass()
             num_rows, room = len(self.rows), self.max_length - min(self.lengths)
@@ -583,7 +585,9 @@ class DecodingLoop:
                 return
             count = min(number for number in waiting if number >= WAITING_TOKENS // 2)
             self.target_cache.save_states()
+            self.watch.lap("rest")
             self._run_target(count, num_logits=1)
+            self.watch.lap("verify")
             moves = [number >= count for number in waiting]
             self.target_cache.accept_states(torch.tensor(moves))
             self.read_lengths = [

@@ -41,6 +41,34 @@ def drafting_costs_a_third(tokens: int) -> float:
     return 1.0 if tokens == 1 else 1.3 + 0.01 * tokens
 
 
+def on_a_moody_machine(seconds, seed: int):
+    """Every pass takes up to a fifth longer, and every few dozen passes the machine becomes faster or slower."""
+    chance, mood = random.Random(seed), [1.0]
+
+    def moody(tokens: int) -> float:
+        if chance.random() < 0.03:
+            mood[0] = chance.uniform(1.0, 1.6)
+        return seconds(tokens) * mood[0] * chance.uniform(1.0, 1.2)
+
+    return moody
+
+
+@pytest.mark.parametrize("use_trees", [False, True])
+def test_moods_of_the_machine_do_not_keep_a_useless_draft_in_use_nor_a_good_one_out(use_trees):
+    shares = {0.0: [], 0.6: []}
+    for acceptance in shares:
+        for seed in range(10):
+            machine, times = on_a_moody_machine(drafting_costs_a_third, seed), PassTimes(6)
+            simulate(machine, acceptance, 100, times=times, use_trees=use_trees, tree_gain=0.3 * acceptance)
+            _, choices = simulate(
+                machine, acceptance, 300, times=times, use_trees=use_trees, tree_gain=0.3 * acceptance, seed=seed
+            )
+            shares[acceptance].append(sum(tokens == 1 for tokens in choices) / len(choices))
+    assert min(shares[0.0]) > 0.7
+    assert sorted(shares[0.0])[5] > 0.85
+    assert max(shares[0.6]) < 0.15
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_text_that_is_never_guessed_costs_at_most_five_percent_over_plain_decoding(seed):
     times = PassTimes(6)
@@ -95,8 +123,22 @@ def test_trees_are_not_tried_with_many_rows():
 
 def test_lengths_that_were_not_tried_lie_between_their_neighbours():
     times = PassTimes(6)
-    for tokens, seconds in ((1, 1.0), (3, 2.0), (6, 5.0), (6, 9.0)):
+    for tokens, seconds in ((1, 7.0), (1, 1.0), (3, 2.0), (3, 3.0), (6, 9.0), (6, 5.0)):
         times.add(4, tokens, seconds)
     assert times.missing(4, []) == []
     assert times.estimate(4) == pytest.approx({1: 1.0, 2: 2.0, 3: 2.0, 4: 3.0, 5: 4.0, 6: 5.0})
     assert times.estimate(3) == times.estimate(4)
+
+
+def test_a_first_plain_pass_that_was_slow_does_not_keep_the_draft_in_use():
+    """The first pass of a shape may compile something: the draft never guesses right, and still costs a third."""
+    slow = {1, 3, 6, 12, 24}
+
+    def seconds(tokens: int) -> float:
+        if tokens in slow:
+            slow.remove(tokens)
+            return 5.0
+        return drafting_costs_a_third(tokens)
+
+    _, choices = simulate(seconds, 0.0, 300, use_trees=True)
+    assert sum(tokens == 1 for tokens in choices[60:]) / len(choices[60:]) > 0.9
