@@ -4,6 +4,8 @@ from transformers import AutoConfig, AutoModel
 
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .configuration_dflash import DFlashConfig
+from .decoding import DFlashGenerateOutput, dflash_decoding, speculative_generate
+from .decoding_statistics import DecodingStatistics
 from .modeling_dflash import DFlashBody, DFlashDraftModel, UntiedDraftError
 from .trainer import DFlashTrainer
 from .training_args import DFlashTrainingArguments
@@ -22,8 +24,12 @@ __all__ = [
     "DFlashBody",
     "DFlashConfig",
     "DFlashDraftModel",
+    "DFlashGenerateOutput",
     "DFlashTrainer",
     "DFlashTrainingArguments",
+    "DecodingStatistics",
     "UntiedDraftError",
     "build_dflash_batch_plan",
+    "dflash_decoding",
+    "speculative_generate",
 ]

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from conftest import make_draft
 from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM
@@ -35,21 +37,43 @@ def test_some_docstrings_have_examples():
     assert len({test.name for test in tests}) >= 8
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def python_blocks(name: str = "README.md") -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("index", range(len(python_blocks())))
-def test_readme_python_runs_on_a_tiny_pair(index, saved_target, tmp_path, monkeypatch):
-    """The blocks as they stand, with the two names in them replaced by folders of tiny random models."""
+@pytest.fixture
+def run_block(saved_target, tmp_path, monkeypatch):
+    """Runs a block as it stands, with the two names in it replaced by folders of tiny random models."""
     monkeypatch.chdir(tmp_path)
     target = saved_target(num_hidden_layers=8)
     draft = make_draft(AutoModelForCausalLM.from_pretrained(target), mask_token_id=270)
     draft.save_pretrained(tmp_path / "draft")
-    block = python_blocks()[index]
-    block = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", target)
-    block = block.replace("dflash-demo/draft", str(tmp_path / "draft"))
-    exec(compile(block, f"README.md, Python block {index}", "exec"), {"__name__": "readme"})
+
+    def run(block: str, where: str, names: dict) -> None:
+        block = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", target)
+        block = block.replace("dflash-demo/draft", str(tmp_path / "draft"))
+        exec(compile(block, where, "exec"), names)
+
+    return run
+
+
+@pytest.mark.parametrize("index", range(len(python_blocks())))
+def test_readme_python_runs_on_a_tiny_pair(index, run_block):
+    run_block(python_blocks()[index], f"README.md, Python block {index}", {"__name__": "readme"})
+
+
+def test_python_of_the_decoding_guide_runs_from_top_to_bottom(run_block):
+    names: dict = {"__name__": "guide"}
+    blocks = python_blocks("docs/decoding.md")
+    for index, block in enumerate(blocks):
+        run_block(block, f"docs/decoding.md, Python block {index}", names)
+    assert len(blocks) >= 4
+    target, tokenizer = names["target"], names["tokenizer"]
+    plain = target.generate(**names["inputs"], max_new_tokens=32)
+    assert torch.equal(names["sequences"], plain)
+    continued = target.generate(**names["longer"], max_new_tokens=32)
+    assert torch.equal(names["answer"].sequences, continued)
+    assert tokenizer.padding_side == "left"
 
 
 def test_readme_opens_with_the_two_set_up_commands_and_stays_short():
@@ -78,6 +102,62 @@ def test_arguments_named_in_the_training_guide_exist():
     metrics = {"eval_loss", "eval_accept_len", "eval_slot_accuracy_k", "eval_serving_accept_len"}
     assert names - columns - metrics <= known
     assert len(names) > 15
+
+
+def guide_cells(heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading of the decoding guide, row by row."""
+    text = (ROOT / "docs" / "decoding.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    first_end = next((i for i, row in enumerate(rows) if i > 1 and set(row[0]) == {"-"}), len(rows))
+    return rows[2:first_end]
+
+
+def test_statistics_in_the_decoding_guide_are_those_of_a_call():
+    from dflash_hf import DecodingStatistics
+
+    named = [name for cells in guide_cells("Statistics") for name in re.findall(r"`(\w+)`", cells[0])]
+    assert sorted(named) == sorted(DecodingStatistics(block_size=4, num_tokens=1, rest_s=1.0).as_dict())
+
+
+def test_processors_in_the_decoding_guide_are_treated_as_it_says():
+    from dflash_hf.generation_rules import PREFIX_FREE, ROW_NUMBERED, STATEFUL
+
+    cells = guide_cells("Stopping, processors, chats")
+    for line, kinds in ((0, PREFIX_FREE), (3, STATEFUL), (4, ROW_NUMBERED)):
+        assert set(re.findall(r"`(\w+)`", cells[line][0])) == {kind.__name__ for kind in kinds}
+
+
+def test_arguments_and_constants_in_the_decoding_guide_exist():
+    from transformers import GenerationConfig
+
+    from dflash_hf.decoding_loop import WAITING_TOKENS
+
+    text = (ROOT / "docs" / "decoding.md").read_text()
+    own = {*inspect.signature(dflash_hf.dflash_decoding).parameters}
+    own |= {*inspect.signature(dflash_hf.speculative_generate).parameters}
+    of_generate = {*vars(GenerationConfig()), "custom_generate", "assistant_model", "speculation_type", "cache"}
+    arguments = set(re.findall(r"`(\w+)=[^`]*`", text))
+    assert arguments <= own | of_generate
+    assert arguments >= {"block_size", "tree_size", "proposal", "cache"}
+    assert f"`WAITING_TOKENS` = {WAITING_TOKENS} " in text
+
+
+def test_shell_options_in_the_decoding_guide_are_those_of_the_commands():
+    import typer
+
+    from dflash_hf.cli import app
+
+    commands = typer.main.get_command(app).commands
+    text = (ROOT / "docs" / "decoding.md").read_text().split("## From the shell\n")[1].split("\n## ")[0]
+    block, prose = text.split("```bash\n")[1].split("```", 1)
+    of_chat, of_bench = (part for part in prose.split("\n\n") if part.strip().startswith(("`chat`", "`bench")))
+    for start, prose_part, command in (
+        ("dflash-hf chat", of_chat, commands["chat"]),
+        ("dflash-hf bench decode", of_bench, commands["bench"].commands["decode"]),
+    ):
+        lines = " ".join(line[line.index(start) :] for line in block.splitlines() if start in line)
+        named = set(re.findall(r"--[a-z][a-z-]*", lines + prose_part))
+        assert named == {option for parameter in command.params for option in parameter.opts} - {"--help"}
 
 
 def test_readme_shell_flags_exist():
