@@ -161,5 +161,6 @@ def accept_in_tree(
     reduced = distribution.scatter_reduce(1, drafted, kept, "amin")
     # nothing left can only be rounding: the children have all of the probability
     distribution = torch.where(reduced.sum(1, keepdim=True) > 0, reduced, distribution)
-    expected = 1 + (log_probabilities @ on_the_way.t()).exp().sum(1)
+    possible = log_probabilities.clamp(min=-1e4)  # -inf · 0 would be NaN
+    expected = 1 + (possible @ on_the_way.t()).exp().sum(1)
     return Acceptance(num_accepted, torch.multinomial(distribution, 1)[:, 0], expected), node

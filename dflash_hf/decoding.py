@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -271,6 +272,11 @@ def _check_call(
             f"The target {describe_target(model)} makes its position bias (ALiBi) from a mask in which all rows have "
             "as many tokens, and rows of a batch advance each at its own pace. Decode one row at a time."
         )
+    if len(input_ids) > 1 and text_config.model_type == "gpt_neo":
+        raise ValueError(
+            f"The target {describe_target(model)} makes its windows from a mask in which all rows have as many "
+            "tokens, and rows of a batch advance each at its own pace. Decode one row at a time."
+        )
     implementation = text_config._attn_implementation
     if len(input_ids) > 1 and implementation not in MASKED_ATTENTION:
         raise ValueError(
@@ -317,12 +323,16 @@ def _prefill_inputs(
 
 def _no_tree_because(model: PreTrainedModel, scores: BlockScores, sample_proposals: bool) -> str | None:
     """Why several tokens cannot stand at one position of the text, if so."""
-    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    text_config = model.config.get_text_config(decoder=True)
+    implementation = text_config._attn_implementation
     recurrent_types = RowCache(model.config).recurrent_layer_types
     if recurrent_types:
         return f"the target has layers of type {', '.join(recurrent_types)}"
     if implementation not in MASKED_ATTENTION:
         return f"the target's attention is {implementation!r}, which takes no mask of our own"
+    has_own_positions = getattr(text_config, "alibi", False) or text_config.model_type == "gpt_neo"
+    if has_own_positions or "position_ids" not in inspect.signature(model.forward).parameters:
+        return "the target makes the positions of its tokens itself, one after the other"
     if not scores.is_prefix_free:
         return "a logits processor depends on the text before each token"
     return "the proposals are drawn" if sample_proposals else None

@@ -210,7 +210,7 @@ class DecodingLoop:
         self._commit(self.tokens[:, :0], None, logits, draft_tree(1, 1, self.device))
         watch.lap("rest")
         is_packed = self.device.type == "cpu"  # where it was measured
-        with packed_attention(self.target.config, self.draft.config) if is_packed else nullcontext():
+        with packed_attention(self.target, self.draft) if is_packed else nullcontext():
             self._run_passes()
         for name, seconds in watch.totals().items():
             setattr(self.statistics, f"{name}_s", seconds)
@@ -424,17 +424,19 @@ class DecodingLoop:
 
         def mask(window: int | None) -> torch.Tensor:
             keys, queries = torch.arange(self.target_cache.first_column(window), end, device=self.device), columns
+            key_positions = keys
             if tree is None:
                 visible = keys <= queries[..., None]
             else:
                 nodes = keys - columns[:, :1]
                 is_node = (nodes >= 0) & (nodes < tree.num_nodes)
-                queries = columns[:, :1] + tree.depths
-                of_tree = tree.ancestors.t()[nodes.clamp(0, tree.num_nodes - 1)].transpose(1, 2)
+                nodes_or_first, queries = nodes.clamp(0, tree.num_nodes - 1), columns[:, :1] + tree.depths
+                of_tree = tree.ancestors.t()[nodes_or_first].transpose(1, 2)
+                key_positions = torch.where(is_node, columns[:, :1] + tree.depths[nodes_or_first], keys)[:, None]
                 visible = (nodes < 0)[:, None] | (is_node[:, None] & of_tree)
             visible = visible & (keys >= padding)
             if window is not None:
-                visible = visible & (queries[..., None] - keys < window)
+                visible = visible & (queries[..., None] - key_positions < window)
             visible = visible[:, None]
             if not self.attention_is_eager:
                 return visible

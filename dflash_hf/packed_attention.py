@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -43,7 +44,7 @@ def packed_sdpa(
     """
     rows, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    has_own_scores = bool(dropout) or kwargs.get("position_bias") is not None
+    has_own_scores = bool(dropout) or any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
     if (
         attention_mask is None
         or attention_mask.dtype != torch.bool
@@ -64,15 +65,21 @@ AttentionInterface.register(NAME, packed_sdpa)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+def _looks_attention_up(model: PreTrainedModel) -> bool:
+    """Whether attention is found by its name. A model that compares names takes an unknown one for eager."""
+    names = {type(module).__module__ for module in model.modules()}
+    return any(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in names)
+
+
 @contextmanager
-def packed_attention(*configs: PreTrainedConfig) -> Iterator[None]:
+def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
     """
-    Models of these configurations use [`packed_sdpa`] inside the context, if they use SDPA outside.
+    These models use [`packed_sdpa`] inside the context, if they use SDPA outside.
 
     Args:
-        *configs (`PreTrainedConfig`): of live models.
+        *models (`PreTrainedModel`): live ones.
     """
-    text_configs = [config.get_text_config(decoder=True) for config in configs]
+    text_configs = [model.config.get_text_config(decoder=True) for model in models if _looks_attention_up(model)]
     changed = [config for config in text_configs if config._attn_implementation == "sdpa"]
     for config in changed:
         config._attn_implementation = NAME

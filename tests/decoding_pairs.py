@@ -95,16 +95,37 @@ class GuessingDraft(DFlashDraftModel):
     """
 
     def teach(
-        self, target: PreTrainedModel, sequences: torch.Tensor, wrong_share: float, seed: int = 0
+        self,
+        target: PreTrainedModel,
+        sequences: torch.Tensor,
+        wrong_share: float,
+        seed: int = 0,
+        second_share: float = 0.0,
     ) -> GuessingDraft:
+        """Make it wrong at a share of the places; at `second_share` of these its second choice is right."""
         generator = torch.Generator().manual_seed(seed)
         self.answers = [row[row.cumsum(0) > 0] for row in sequences]  # without the padding of the prompt
         self.wrong = [torch.rand(len(row), generator=generator) < wrong_share for row in self.answers]
         self.embeddings = target.get_input_embeddings()(torch.arange(target.get_input_embeddings().num_embeddings))
         head = target.get_output_embeddings().weight.detach().float()
         self.hidden_for = nn.functional.normalize(head, dim=-1) * 50
+        generator.manual_seed(seed + 1)
+        self.second = [torch.rand(len(row), generator=generator) < second_share for row in self.answers]
+        right = sorted({token for row in self.answers for token in row.tolist()}) if second_share else []
+        self.hidden_for_second = {token: self._with_second_choice(token, head) for token in right}
         self.own_hidden: list[tuple[int, int, torch.Tensor]] = []  # (answer, position of the anchor, block)
         return self
+
+    def _with_second_choice(self, token: int, head: torch.Tensor) -> torch.Tensor:
+        """A hidden state at which the head's second choice is this token, and its first one another."""
+        for share in (0.9, 0.7, 0.5):
+            mixed = self.hidden_for + share * self.hidden_for[token]
+            best = (mixed @ head.t()).topk(3)
+            is_so = (best.indices[:, 0] == torch.arange(len(head))) & (best.indices[:, 1] == token)
+            is_so &= (best.values[:, :2] - best.values[:, 1:] > 0.5).all(1)
+            if is_so.any():
+                return mixed[is_so.nonzero()[0, 0]]
+        raise ValueError(f"no mixture has token {token} second")
 
     def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
         output = super().forward(noise_embeds, context_hidden_states, position_ids=position_ids, **kwargs)
@@ -117,8 +138,12 @@ class GuessingDraft(DFlashDraftModel):
                     self.own_hidden.append((index, positions[0], output.last_hidden_state[row].clone()))
                     for slot, position in enumerate(positions):
                         if position < len(answer):
-                            token = answer[position] + self.wrong[index][position]
-                            hidden[row, slot] = self.hidden_for[token % len(self.hidden_for)].to(hidden)
+                            token, is_wrong = answer[position], self.wrong[index][position]
+                            if is_wrong and self.second[index][position]:
+                                hidden[row, slot] = self.hidden_for_second[int(token)].to(hidden)
+                            else:
+                                token = (token + is_wrong) % len(self.hidden_for)
+                                hidden[row, slot] = self.hidden_for[token].to(hidden)
                     break
         output.last_hidden_state = hidden
         return output

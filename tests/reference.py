@@ -312,3 +312,60 @@ def chi_square_p_value(counts: list[int], probabilities: list[float]) -> float:
     return torch.special.gammaincc(
         torch.tensor((cells - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
     ).item()
+
+
+def tree_choices(parents: list[int], ranks: list[int]) -> list[tuple[int, ...]]:
+    """Each node of a tree as the ranks that were chosen on the way to it; node 0 is the root."""
+    choices: list[tuple[int, ...]] = []
+    for node, (parent, rank) in enumerate(zip(parents, ranks, strict=True)):
+        choices.append((*choices[parent], rank) if node else ())
+    return choices
+
+
+def tree_tables(choices: list[tuple[int, ...]]) -> dict[str, list]:
+    """Depths, ancestors, elder siblings and paths of the nodes of a tree, from their choices."""
+    deepest = max(len(choice) for choice in choices)
+    tables: dict[str, list] = {"depths": [], "ancestors": [], "elder_siblings": [], "paths": []}
+    for choice in choices:
+        tables["depths"].append(len(choice))
+        ancestors, elders = [], []
+        for other in choices:
+            ancestors.append(len(other) <= len(choice) and all(a == b for a, b in zip(other, choice, strict=False)))
+            is_sibling = len(other) == len(choice) and other[:-1] == choice[:-1] and len(choice) > 0
+            elders.append(is_sibling and other[-1] < choice[-1])
+        tables["ancestors"].append(ancestors)
+        tables["elder_siblings"].append(elders)
+        path = [choices.index(choice[:depth]) for depth in range(len(choice) + 1)]
+        tables["paths"].append(path + [path[-1]] * (deepest - len(choice)))
+    return tables
+
+
+def best_tree_chances(num_slots: int, num_nodes: int, chances: list[float]) -> list[float]:
+    """Chances of the likeliest nodes besides the root, if each rank is right with its chance at every slot."""
+    found, level = [], [1.0]
+    for _ in range(num_slots - 1):
+        level = [before * chance for before in level for chance in chances]
+        found += level
+    return sorted(found, reverse=True)[: num_nodes - 1]
+
+
+def tree_walk(parents: list[int], drafted: list[int], chosen: list[int]) -> list[int]:
+    """Nodes that are accepted if the target's token after node `i` is `chosen[i]`; `drafted[0]` is of node 1."""
+    path, node = [], 0
+    while True:
+        for child in range(1, len(parents)):
+            if parents[child] == node and drafted[child - 1] == chosen[node]:
+                path.append(child)
+                break
+        else:
+            return path
+        node = path[-1]
+
+
+def tree_expected(parents: list[int], drafted: list[int], scores: torch.Tensor) -> float:
+    """Expected number of committed tokens: 1, and the chance of each node to be reached."""
+    expected, reached = 1.0, [1.0]
+    for node in range(1, len(parents)):
+        reached.append(reached[parents[node]] * softmax(scores[parents[node]])[drafted[node - 1]].item())
+        expected += reached[node]
+    return expected

@@ -218,8 +218,8 @@ def plain_pairs(target, prompt: torch.Tensor, top_k: int, temperature: float) ->
     return {(first, second): p * q for first, p in best(text).items() for second, q in best([*text, first]).items()}
 
 
-@pytest.mark.parametrize("proposal", ["argmax", "sample"])
-def test_sampled_rows_of_the_whole_loop_have_the_distribution_of_plain_sampling(proposal):
+@pytest.mark.parametrize("how", [{"proposal": "argmax"}, {"proposal": "sample"}, {"tree_size": 12}])
+def test_sampled_rows_of_the_whole_loop_have_the_distribution_of_plain_sampling(how):
     """Case 38, too: `num_return_sequences`. The first token is the prefill's, the second a drafted pass's."""
     torch.manual_seed(0)
     target = make_target(initializer_range=0.15)
@@ -230,9 +230,10 @@ def test_sampled_rows_of_the_whole_loop_have_the_distribution_of_plain_sampling(
     draft.teach(target, text, 0.0)
     rows = 600
     drafted = speculative_generate(
-        target, draft, **inputs, **settings, max_new_tokens=4, num_return_sequences=rows, proposal=proposal
+        target, draft, **inputs, **settings, max_new_tokens=4, num_return_sequences=rows, **how
     )
     assert drafted.sequences.shape == (rows, 8)
+    assert 1.05 < drafted.statistics.expected_accept_len < 4
     for column in (4, 5):  # the pair after the prompt, and the pair after the first of it
         exact: dict[tuple[int, int], float] = {}
         counts: dict[tuple[int, int], int] = {}

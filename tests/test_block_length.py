@@ -103,7 +103,7 @@ def test_a_text_that_becomes_easy_is_drafted_again():
         adaptive.end_pass(1, tokens, [count])
         choices.append(tokens)
     assert sum(tokens == 1 for tokens in choices[60:150]) > 80
-    assert sum(tokens > 1 for tokens in choices[220:]) > 75
+    assert sum(tokens > 1 for tokens in choices[220:]) > 70
 
 
 @pytest.mark.parametrize(("cost", "is_used"), [(0.001, True), (0.05, False)])

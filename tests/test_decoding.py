@@ -129,15 +129,16 @@ def test_a_text_beyond_window_and_first_buffer_equals_plain_generation(name, mon
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": False},
     ],
 )
+@pytest.mark.parametrize("tree_size", [None, 12])
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, num_rows):
+def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, num_rows, tree_size):
     """Cases 2, 3, 19: full, causal and sliding layers; rows at different places, after any pattern of acceptance."""
     target = make_target()
     draft = make_guessing_draft(target, **variant)
     inputs = ragged_prompts(num_rows, seed=2)
     texts = target.generate(**inputs, **GREEDY, max_new_tokens=24)
-    draft.teach(target, texts, SOMETIMES)
-    decoded = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=24)
+    draft.teach(target, texts, 0.6 if tree_size else SOMETIMES, second_share=0.8)
+    decoded = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=24, tree_size=tree_size)
     assert torch.equal(decoded.sequences, texts)
     trained = make_draft(target, **variant)
     num_compared = 0

@@ -18,6 +18,7 @@ from transformers import (
     BloomConfig,
     DynamicCache,
     FalconConfig,
+    GPTNeoConfig,
     StaticCache,
     T5Config,
     pipeline,
@@ -105,6 +106,14 @@ def test_an_encoder_decoder_is_refused():
     [
         BloomConfig(vocab_size=97, hidden_size=32, n_layer=4, n_head=4, bos_token_id=None, eos_token_id=None),
         FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, alibi=True),
+        GPTNeoConfig(
+            vocab_size=97,
+            hidden_size=32,
+            num_layers=4,
+            num_heads=4,
+            attention_types=[[["global", "local"], 2]],
+            window_size=5,
+        ),
     ],
     ids=lambda config: config.model_type,
 )
@@ -114,7 +123,7 @@ def test_position_biases_that_need_rows_of_equal_length_take_one_row(config):
     settings = {**GREEDY, "eos_token_id": None}
     plain = target.generate(**PROMPT, **settings)
     assert torch.equal(speculative_generate(target, draft, **PROMPT, **settings).sequences, plain)
-    with pytest.raises(ValueError, match=r"position bias .ALiBi.*Decode one row at a time"):
+    with pytest.raises(ValueError, match=r"(position bias .ALiBi|its windows).*Decode one row at a time"):
         speculative_generate(target, draft, **ragged_prompts(2), **settings)
 
 
@@ -227,7 +236,9 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 5}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"do_sample": True, "top_k": 5}, {"repetition_penalty": 1.3}, {"tree_size": 9}]
+)
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_the_host_waits_once_a_pass(name, num_rows, settings, monkeypatch):
