@@ -232,7 +232,8 @@ class DecodingLoop:
             verified = self._verify(drafted, tree)
             watch.lap("verify")
             counts = self._commit(drafted, draft_scores, verified.logits, tree, verified)
-            self.block_length.end_pass(num_rows, num_tokens, counts)
+            if room >= self.config.block_size:  # not so in the last passes, which say nothing about others
+                self.block_length.end_pass(num_rows, num_tokens, counts)
             watch.lap("rest")
 
     def _tree(self, num_tokens: int, room: int) -> DraftTree:
