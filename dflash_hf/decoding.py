@@ -259,13 +259,6 @@ def _check_call(
             f"attention_mask covers {text_length} tokens and input_ids has {input_ids.shape[1]}: it looks like a call "
             "that goes on from a cache with the new tokens alone. The draft needs the whole text: pass all of it."
         )
-    if attention_mask is None:
-        return [0] * len(input_ids)
-    is_real = attention_mask.bool()
-    if not (is_real[:, 1:] >= is_real[:, :-1]).all() or not is_real[:, -1].all():
-        raise ValueError(
-            "attention_mask has zeros after real tokens. Pad prompts on the left (tokenizer.padding_side='left')."
-        )
     text_config = model.config.get_text_config(decoder=True)
     if len(input_ids) > 1 and (text_config.model_type == "bloom" or getattr(text_config, "alibi", False)):
         raise ValueError(
@@ -282,6 +275,13 @@ def _check_call(
         raise ValueError(
             f"The target's attention is {implementation!r}, which takes no mask for rows of different lengths. Load "
             "it with attn_implementation='sdpa', or decode one row at a time."
+        )
+    if attention_mask is None:
+        return [0] * len(input_ids)
+    is_real = attention_mask.bool()
+    if not (is_real[:, 1:] >= is_real[:, :-1]).all() or not is_real[:, -1].all():
+        raise ValueError(
+            "attention_mask has zeros after real tokens. Pad prompts on the left (tokenizer.padding_side='left')."
         )
     return (~is_real).sum(1).tolist()
 

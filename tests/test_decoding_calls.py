@@ -123,8 +123,20 @@ def test_position_biases_that_need_rows_of_equal_length_take_one_row(config):
     settings = {**GREEDY, "eos_token_id": None}
     plain = target.generate(**PROMPT, **settings)
     assert torch.equal(speculative_generate(target, draft, **PROMPT, **settings).sequences, plain)
-    with pytest.raises(ValueError, match=r"(position bias .ALiBi|its windows).*Decode one row at a time"):
-        speculative_generate(target, draft, **ragged_prompts(2), **settings)
+    unpadded = {name: value.repeat(2, 1) for name, value in PROMPT.items()}
+    for rows in (ragged_prompts(2), unpadded):
+        with pytest.raises(ValueError, match=r"(position bias .ALiBi|its windows).*Decode one row at a time"):
+            speculative_generate(target, draft, **rows, **settings)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_attention_without_a_mask_of_our_own_takes_one_row(padded):
+    target = make_target()
+    draft = make_draft(target)
+    target.config._attn_implementation = "flash_attention_2"
+    rows = ragged_prompts(2) if padded else {name: value.repeat(2, 1) for name, value in PROMPT.items()}
+    with pytest.raises(ValueError, match="takes no mask for rows of different lengths.*one row at a time"):
+        speculative_generate(target, draft, **rows, **GREEDY)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
