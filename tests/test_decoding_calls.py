@@ -135,7 +135,7 @@ def test_attention_without_a_mask_of_our_own_takes_one_row(padded):
     draft = make_draft(target)
     target.config._attn_implementation = "flash_attention_2"
     rows = ragged_prompts(2) if padded else {name: value.repeat(2, 1) for name, value in PROMPT.items()}
-    with pytest.raises(ValueError, match="takes no mask for rows of different lengths.*one row at a time"):
+    with pytest.raises(ValueError, match=r"takes no mask for rows of different lengths.*one row at a time"):
         speculative_generate(target, draft, **rows, **GREEDY)
 
 
