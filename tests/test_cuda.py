@@ -1,13 +1,14 @@
-"""What only a CUDA GPU can show: FlexAttention trains like the dense oracle, and compiles once."""
+"""What only a CUDA GPU can show: FlexAttention trains like the dense oracle, and compiles once; text is plain's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from conftest import make_draft, make_target
+from decoding_pairs import ragged_prompts
 from test_trainer import make_trainer
 
-from dflash_hf import build_dflash_batch_plan
+from dflash_hf import build_dflash_batch_plan, speculative_generate
 from dflash_hf.attention_mask import training_masks
 from dflash_hf.data import DFlashCollator
 
@@ -74,3 +75,16 @@ def test_five_lengths_compile_nothing_new_after_the_first(tmp_path):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert graphs == [graphs[0]] * 5
+
+
+@pytest.mark.parametrize("settings", [{}, {"tree_size": 9}, {"block_size": "auto"}])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_greedy_text_is_plain_generations_and_passes_are_timed(num_rows, settings):
+    target = make_target().cuda()
+    draft = make_draft(target).cuda()
+    inputs = {name: value.cuda() for name, value in ragged_prompts(num_rows).items()}
+    kwargs = {**inputs, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    output = speculative_generate(target, draft, **settings, **kwargs)
+    assert torch.equal(output.sequences, target.generate(**kwargs))
+    assert output.statistics.draft_s > 0
+    assert output.statistics.verify_s > 0
