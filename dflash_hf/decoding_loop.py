@@ -15,6 +15,7 @@ from transformers.utils import logging
 from .acceptance import Acceptance, accept_by_probability, accept_greedily, accept_in_tree, best_tokens
 from .block_length import BlockLength
 from .configuration_dflash import describe_target
+from .decoding_masks import draft_masks, target_masks
 from .decoding_statistics import DecodingStatistics, Stopwatch
 from .draft_tree import DraftTree, draft_tree
 from .generation_rules import BlockScores, StoppingRules
@@ -143,7 +144,6 @@ class DecodingLoop:
         parameters = inspect.signature(target.forward).parameters
         self.takes_position_ids = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        self.attention_is_eager = target.config.get_text_config(decoder=True)._attn_implementation == "eager"
         self.wanted_states = [layer_id + 1 for layer_id in self.config.target_layer_ids or []]
 
         num_rows, num_columns = input_ids.shape
@@ -309,7 +309,9 @@ class DecodingLoop:
             noise_embeds=embed_tokens(self.embedding, block_ids).to(device),
             context_hidden_states=states,
             position_ids=(columns - padding).clamp(min=0),
-            attention_mask=None if is_simple else self._draft_masks(block_columns, padding, end),
+            attention_mask=None
+            if is_simple
+            else draft_masks(self.config, self.draft_cache, block_columns, padding, end),
             cache=self.draft_cache,
         ).last_hidden_state
         self.contexts, self.context_length = [], anchors
@@ -339,24 +341,6 @@ class DecodingLoop:
         num_rows, count = context.states.shape[:2]
         slots = torch.arange(count, device=context.states.device).expand(num_rows, -1)
         return slots >= 0 if context.counts is None else slots < context.counts[:, None]
-
-    def _draft_masks(
-        self, block_columns: torch.Tensor, padding: torch.Tensor, end: int
-    ) -> dict[str, torch.Tensor | None]:
-        """What each slot sees, by layer type: `[rows, 1, block_size, columns shown]`."""
-        masks: dict[str, torch.Tensor | None] = {}
-        for index, layer_type in enumerate(self.config.layer_types or []):
-            if layer_type not in masks:
-                window = self.config.layer_window(index)
-                columns = torch.arange(self.draft_cache.first_column(window), end, device=block_columns.device)
-                query, anchor = block_columns[..., None], block_columns[:, :1, None]
-                is_context = columns < anchor
-                if window is not None:
-                    is_context = is_context & (query - columns < window)
-                last = query if self.config.in_block_causal(index) else block_columns[:, -1:, None]
-                visible = (is_context | ((columns >= anchor) & (columns <= last))) & (columns >= padding[..., None])
-                masks[layer_type] = visible[:, None]
-        return masks
 
     # ---- verifying ----
 
@@ -396,7 +380,8 @@ class DecodingLoop:
             self.target_cache.place(start, end)
         else:
             self.target_cache.place(start, end, columns)
-        inputs: dict[str, Any] = {"attention_mask": self._target_mask(columns, end, tree)}
+        mask = target_masks(self.target, self.target_cache, columns, self.num_padding, end, tree)
+        inputs: dict[str, Any] = {"attention_mask": mask}
         if self.takes_position_ids and self.position_offset is not None:
             positions = columns if tree is None else columns[:, :1] + tree.depths
             inputs["position_ids"] = positions.clamp(max=self.max_length - 1) + self.position_offset[..., None]
@@ -410,54 +395,6 @@ class DecodingLoop:
             return_dict=True,
             **inputs,
         )
-
-    def _target_mask(self, columns: torch.Tensor, end: int, tree: DraftTree | None) -> Any:
-        """
-        What the target may look at, in the form that transformers itself hands to models.
-
-        One row needs no more than its padding. Rows of different lengths, and trees, need a mask of their own.
-        """
-        if len(self.rows) == 1 and tree is None:
-            if not self.num_padding[0]:
-                return None
-            return (torch.arange(end, device=self.device) >= self.num_padding[0]).long()[None]
-        padding = torch.tensor(self.num_padding, device=self.device)[:, None, None]
-
-        def mask(window: int | None) -> torch.Tensor:
-            keys, queries = torch.arange(self.target_cache.first_column(window), end, device=self.device), columns
-            key_positions = keys
-            if tree is None:
-                visible = keys <= queries[..., None]
-            else:
-                nodes = keys - columns[:, :1]
-                is_node = (nodes >= 0) & (nodes < tree.num_nodes)
-                nodes_or_first, queries = nodes.clamp(0, tree.num_nodes - 1), columns[:, :1] + tree.depths
-                of_tree = tree.ancestors.t()[nodes_or_first].transpose(1, 2)
-                key_positions = torch.where(is_node, columns[:, :1] + tree.depths[nodes_or_first], keys)[:, None]
-                visible = (nodes < 0)[:, None] | (is_node[:, None] & of_tree)
-            visible = visible & (keys >= padding)
-            if window is not None:
-                visible = visible & (queries[..., None] - key_positions < window)
-            visible = visible[:, None]
-            if not self.attention_is_eager:
-                return visible
-            dtype = self.target.dtype
-            return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-
-        config = self.target.config.get_text_config(decoder=True)
-        window = getattr(config, "sliding_window", None)
-        layer_types = getattr(config, "layer_types", None)
-        if layer_types is None:
-            return mask(window)
-        masks: dict[str, torch.Tensor | None] = {}
-        for layer_type in set(layer_types):
-            if layer_type in ("linear_attention", "conv", "hybrid", "hybrid_sliding"):
-                masks["conv" if layer_type == "conv" else "linear_attention"] = None  # generated text has no padding
-            if layer_type in ("sliding_attention", "hybrid_sliding"):
-                masks["sliding_attention"] = mask(window)
-            elif layer_type in ("full_attention", "hybrid"):
-                masks["full_attention"] = mask(None)
-        return masks if any(values is not None for values in masks.values()) else None
 
     # ---- committing ----
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from .modeling_dflash import DFlashDraftModel
 
+# The keys of Qwen3's configuration that say the same there as in a draft's.
 SAME_FIELDS = (
     "vocab_size",
     "hidden_size",

@@ -153,8 +153,12 @@ class RowLayer(CacheLayerMixin):
             self.keys, self.values = self.keys[rows.to(self.keys.device)], self.values[rows.to(self.values.device)]
 
 
-class RowHybridLayer(LinearAttentionLayer, RowLayer):  # type: ignore[override]  # as transformers' own
-    """A layer that has attention and a recurrent state at once."""
+class RowHybridLayer(LinearAttentionLayer, RowLayer):  # type: ignore[override]  # `is_croppable`
+    """
+    A layer that has attention and a recurrent state at once.
+
+    As in transformers' own such layers, `is_croppable` is a property of one base and a plain attribute of the other.
+    """
 
     is_compileable = False
 

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from dflash_hf import DFlashDraftModel, decoding_benchmark
 from dflash_hf.cli import app
 from dflash_hf.cli.bench_decode import tables
-from dflash_hf.decoding_benchmark import BenchmarkSettings, DecodingBenchmark, DecodingRun, Method, summarize_runs
+from dflash_hf.decoding_benchmark import BenchmarkSettings, DecodingBenchmark
+from dflash_hf.decoding_runs import DecodingRun, Method, summarize_runs
 from dflash_hf.evaluation import chat_inputs
 from dflash_hf.reference_decoder import ReferenceDecoder
 

@@ -15,16 +15,19 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torch import nn
 from transformers.utils import logging
 
-from ..decoding_benchmark import BenchmarkSettings, DecodingBenchmark, DecodingRun, DecodingSummary, summarize_runs
+from ..decoding_benchmark import BenchmarkSettings, DecodingBenchmark
+from ..decoding_runs import DecodingRun, DecodingSummary, summarize_runs
 from ..model_card import environment
 from ..modeling_dflash import DFlashDraftModel
 from ..regenerate import read_prompts
-from .loading import load_target
+from .loading import load_target_of
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"
+DEFAULTS = BenchmarkSettings()
+BATCH_SIZES = ",".join(map(str, DEFAULTS.batch_sizes))
+TEMPERATURES = ",".join(format(value, "g") for value in DEFAULTS.temperatures)
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 Value = TypeVar("Value")
 
@@ -37,9 +40,9 @@ def decode(
         Path | None, typer.Option(help="JSON lines with turns, prompt or messages; default: 64 GSM8K test questions.")
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="Take so many; a multiple of every batch size.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 128,
-    batch_sizes: Annotated[str, typer.Option(help="Rows decoded together; the other loops take one.")] = "1,2,4,8",
-    temperatures: Annotated[str, typer.Option(help="0 decodes greedily, above 0 samples.")] = "0,1",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = DEFAULTS.max_new_tokens,
+    batch_sizes: Annotated[str, typer.Option(help="Rows decoded together; the other loops take one.")] = BATCH_SIZES,
+    temperatures: Annotated[str, typer.Option(help="0 decodes greedily, above 0 samples.")] = TEMPERATURES,
     block_sizes: Annotated[
         str, typer.Option(help="Slots that ours verifies: numbers, 'trained' for the draft's own, 'auto'.")
     ] = "trained,auto",
@@ -47,12 +50,12 @@ def decode(
         str, typer.Option(help="Tokens that ours verifies in trees, each more than a block; e.g. 12,24.")
     ] = "",
     proposal: Annotated[str, typer.Option(help="How ours proposes when sampling: argmax, sample or both.")] = "argmax",
-    repeats: Annotated[int, typer.Option(help="Times that each method decodes each batch.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Times that each method decodes each batch.")] = DEFAULTS.repeats,
     against: Annotated[str | None, typer.Option(help="'dflash': also the decoder of that package (batch 1).")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here, after every batch.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = DEFAULTS.seed,
 ) -> None:
     """Decode the same prompts by plain generate, transformers' loop and ours; print speed, acceptance and times."""
     if against not in (None, "dflash"):
@@ -76,14 +79,8 @@ def decode(
         seed=seed,
     )
     settings.check(num_prompts, trained)
-    name = target or pair.config.target_name_or_path
-    if name is None:
-        raise ValueError(f"The draft {draft!r} names no target. Pass --target.")
     logging.set_verbosity_error()
-    model, tokenizer = load_target(name, dtype)
-    pair.tie_target(model)
-    nn.Module.to(pair, model.device, model.dtype)
-    pair.eval()
+    model, tokenizer = load_target_of(pair, target, dtype)
 
     console = Console()
     if not console.is_terminal:
@@ -91,7 +88,7 @@ def decode(
     benchmark = DecodingBenchmark(model, pair, tokenizer, given[:num_prompts], settings)
     head = {
         **environment(),
-        "target": name,
+        "target": model.name_or_path,
         "draft": draft,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
@@ -105,8 +102,8 @@ def decode(
         head["reference"] = f"dflash {benchmark.reference.version}"
         also = f"; against {head['reference']}"
     console.print(
-        f"{head['hardware']}; {head['software']}; target {name}, {head['dtype']}, on {model.device}; draft {draft}, "
-        f"{trained} slots a block; {num_prompts} prompts, at most {max_new_tokens} new tokens{also}",
+        f"{head['hardware']}; {head['software']}; target {head['target']}, {head['dtype']}, on {model.device}; "
+        f"draft {draft}, {trained} slots a block; {num_prompts} prompts, at most {max_new_tokens} new tokens{also}",
         highlight=False,
         soft_wrap=True,
     )

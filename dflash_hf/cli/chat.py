@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import signal
 import sys
 import time
@@ -254,7 +255,7 @@ def converse(session: ChatSession, console: Console) -> None:
         console (`Console`): the terminal.
     """
     with contextlib.suppress(ImportError):  # not on Windows
-        import readline  # noqa: F401  (gives `input` its editing, its history and lines of any length)
+        importlib.import_module("readline")  # gives `input` its editing, its history and lines of any length
     while True:
         try:
             line = input("> ")

@@ -58,10 +58,30 @@ def load_pair(
         OSError: one of them cannot be read.
     """
     pair = DFlashDraftModel.from_pretrained(draft, target=False)
-    name = target or pair.config.target_name_or_path
-    if name is None:
-        raise ValueError(f"The draft {draft!r} names no target. Pass --target.")
-    model, tokenizer = load_target(name, dtype)
-    pair.tie_target(model)
-    nn.Module.to(pair, model.device, model.dtype)
+    model, tokenizer = load_target_of(pair, target, dtype)
     return model, pair, tokenizer
+
+
+def load_target_of(
+    draft: DFlashDraftModel, target: str | None, dtype: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    Load the target of a draft; the draft is tied to it, and goes to its device and dtype.
+
+    Args:
+        draft ([`DFlashDraftModel`]): loaded without a target.
+        target (`str`, *optional*), dtype (`str`): as for [`load_pair`].
+
+    Returns:
+        `tuple`: the target and its tokenizer.
+
+    Raises:
+        ValueError, OSError: as [`load_pair`].
+    """
+    name = target or draft.config.target_name_or_path
+    if name is None:
+        raise ValueError(f"The draft {draft.name_or_path!r} names no target. Pass --target.")
+    model, tokenizer = load_target(name, dtype)
+    draft.tie_target(model)
+    nn.Module.to(draft, model.device, model.dtype)
+    return model, tokenizer
