@@ -3,9 +3,11 @@
 from transformers import AutoConfig, AutoModel
 
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
+from .checkpoints import convert_checkpoint, read_checkpoint, save_in_layout
 from .configuration_dflash import DFlashConfig
 from .decoding import DFlashGenerateOutput, dflash_decoding, speculative_generate
 from .decoding_statistics import DecodingStatistics
+from .layouts import native_values
 from .modeling_dflash import DFlashBody, DFlashDraftModel, UntiedDraftError
 from .trainer import DFlashTrainer
 from .training_args import DFlashTrainingArguments
@@ -13,6 +15,9 @@ from .training_args import DFlashTrainingArguments
 # exist_ok: the day transformers has a `dflash` of its own, this import still works.
 AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
 AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
+# Drafts of all other producers load, too.
+DFlashConfig._translate = native_values
+DFlashDraftModel._read_checkpoint = read_checkpoint
 # A saved draft carries its two source files, so that `trust_remote_code` users need no installation.
 DFlashConfig.register_for_auto_class()
 DFlashDraftModel.register_for_auto_class("AutoModel")
@@ -30,6 +35,8 @@ __all__ = [
     "DecodingStatistics",
     "UntiedDraftError",
     "build_dflash_batch_plan",
+    "convert_checkpoint",
     "dflash_decoding",
+    "save_in_layout",
     "speculative_generate",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -56,6 +57,29 @@ def default_target_layer_ids(target_num_hidden_layers: int, num_target_layers: i
         return [min(depth // 2, depth - 2)]
     first, last = (1, depth - 3) if depth >= 8 and count <= depth - 3 else (0, depth - 2)
     return [round(first + j * (last - first) / (count - 1)) for j in range(count)]
+
+
+def check_target_layer_ids(target_layer_ids: list[int], target_num_hidden_layers: int) -> None:
+    """
+    Refuse tapped layers that the target does not have, and its last one.
+
+    Args:
+        target_layer_ids (`list[int]`): tapped layers, counted from 0.
+        target_num_hidden_layers (`int`): decoder layers of the target.
+
+    Raises:
+        ValueError: one is out of range, or the last layer.
+    """
+    ids, depth = target_layer_ids, target_num_hidden_layers
+    if max(ids) >= depth:
+        raise ValueError(
+            f"target_layer_ids={ids} must be integers from 0 to {depth - 1} (target_num_hidden_layers={depth})."
+        )
+    if depth - 1 in ids:
+        raise ValueError(
+            f"target_layer_ids={ids} taps the last layer, {depth - 1}: transformers returns its state after the "
+            "final norm, serving engines before it, so acceptance would be lost. Tap an earlier layer."
+        )
 
 
 def choose_mask_token_id(
@@ -130,11 +154,16 @@ class DFlashConfig(PreTrainedConfig):
         mask_token_id (`int`, defaults to 151669): Token whose embedding fills the slots to be drafted.
         num_target_layers (`int`, *optional*): Number of tapped target layers; follows from `target_layer_ids`.
         target_hidden_size (`int`, *optional*): Width of the target, equal to `hidden_size`.
-        target_num_hidden_layers (`int`, defaults to 36): Decoder layers of the target.
+        target_num_hidden_layers (`int`, *optional*, defaults to 36): Decoder layers of the target; `None` if the
+            checkpoint of another producer does not say, until the draft is tied.
         target_layer_ids (`list[int]`, *optional*): Tapped layers, counted from 0; evenly spread if unset.
         target_name_or_path (`str`, *optional*): The target's Hub name or folder.
         target_revision (`str`, *optional*): The target's revision.
         chat_template_kwargs (`dict`, *optional*): Chat-template arguments used in training.
+        input_embedding_scale (`float`, *optional*): Factor inside the target's embedding module (Gemma), compared when
+            the draft is tied. Servers that look rows up themselves need it.
+        target_tensor_checksums (`dict`, *optional*): Tensors of the target that the draft's file carried, with
+            checksums that are compared when the draft is tied.
 
     Raises:
         ValueError: a value breaks its rule; the message gives field, value and rule.
@@ -148,6 +177,10 @@ class DFlashConfig(PreTrainedConfig):
 
     ```
     """
+
+    # Translates the config.json of other producers: (raw, given fields) -> values. The installed package sets it; the
+    # two files that travel with a checkpoint read their own layout alone.
+    _translate: ClassVar[Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None] = None
 
     model_type = "dflash"
     default_theta = 1_000_000.0
@@ -183,11 +216,13 @@ class DFlashConfig(PreTrainedConfig):
     mask_token_id: int = 151669
     num_target_layers: int | None = None
     target_hidden_size: int | None = None
-    target_num_hidden_layers: int = 36
+    target_num_hidden_layers: int | None = 36
     target_layer_ids: list[int] | None = None
     target_name_or_path: str | None = None
     target_revision: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    input_embedding_scale: float | int | None = None
+    target_tensor_checksums: dict[str, Any] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -196,6 +231,8 @@ class DFlashConfig(PreTrainedConfig):
         self._check_types()
         self.rope_parameters = self._merge_rope(self.rope_parameters, kwargs)
         if self.target_layer_ids is None:
+            if self.target_num_hidden_layers is None:
+                raise ValueError("Without target_num_hidden_layers the draft needs target_layer_ids.")
             count = 5 if self.num_target_layers is None else self.num_target_layers
             self.target_layer_ids = default_target_layer_ids(self.target_num_hidden_layers, count)
         if self.num_target_layers is None:
@@ -206,6 +243,11 @@ class DFlashConfig(PreTrainedConfig):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         self._check_values()
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def field_names(cls) -> set[str]:
+        """`set[str]`: fields of a draft's configuration that a caller may set."""
+        return {*cls.__dataclass_fields__, "rope_theta"} - PreTrainedConfig.__dataclass_fields__.keys()
 
     @property
     def rope_theta(self) -> float:
@@ -222,6 +264,23 @@ class DFlashConfig(PreTrainedConfig):
         """Sliding window of this layer in tokens, or `None` for full attention."""
         layer_types = self.layer_types or []
         return self.sliding_window if layer_types[layer_index] == "sliding_attention" else None
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in `PreTrainedConfig`; the file of another producer is translated."""
+        raw, kwargs = super().get_config_dict(*args, **kwargs)
+        return cls._translated(raw, kwargs), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in `PreTrainedConfig`; the dictionary may be the config.json of another producer."""
+        return super().from_dict(cls._translated(config_dict, kwargs), **kwargs)
+
+    @classmethod
+    def _translated(cls, raw: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        if cls._translate is None or not raw:
+            return raw
+        return {**cls._translate(raw, given), "model_type": cls.model_type}
 
     @classmethod
     def from_target(
@@ -335,6 +394,8 @@ class DFlashConfig(PreTrainedConfig):
     def _check_types(self) -> None:
         """Every value of a wrong type is a `ValueError` here; transformers would raise a class of its own, later."""
         for name, hint in inspect.get_annotations(DFlashConfig, eval_str=True).items():
+            if get_origin(hint) is ClassVar:
+                continue
             value = getattr(self, name)
             if isinstance(value, tuple):
                 value = list(value)
@@ -388,17 +449,12 @@ class DFlashConfig(PreTrainedConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary angles come in pairs.")
-        if not ids or any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < depth for i in ids):
-            raise ValueError(
-                f"target_layer_ids={ids} must be integers from 0 to {depth - 1} (target_num_hidden_layers={depth})."
-            )
+        if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            raise ValueError(f"target_layer_ids={ids} must be integers: layers of the target, counted from 0.")
+        if depth is not None:
+            check_target_layer_ids(ids, depth)
         if len(set(ids)) != len(ids):
             raise ValueError(f"target_layer_ids={ids} must be distinct.")
-        if depth - 1 in ids:
-            raise ValueError(
-                f"target_layer_ids={ids} taps the last layer, {depth - 1}: transformers returns its state after the "
-                "final norm, serving engines before it, so acceptance would be lost. Tap an earlier layer."
-            )
         if self.num_target_layers != len(ids):
             raise ValueError(
                 f"num_target_layers={self.num_target_layers} must equal the number of target_layer_ids={ids}."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +24,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from .configuration_dflash import DFlashConfig, describe_target
+from .configuration_dflash import DFlashConfig, check_target_layer_ids, describe_target
+
+logger = logging.get_logger(__name__)
 
 # a mask, or a function that attends: (query, key, value, scaling=, dropout=) -> [batch, queries, heads, head_dim]
 AttentionMask = torch.Tensor | BlockMask | Callable[..., torch.Tensor] | None
@@ -454,6 +458,29 @@ def embed_tokens(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         embedding.embed_norm = embed_norm
 
 
+def embedding_scale(embedding: nn.Module) -> float | None:
+    """
+    The factor that an embedding module applies to its rows, as Gemma's does.
+
+    Args:
+        embedding (`nn.Module`): the target's input embedding.
+
+    Returns:
+        `float`: 1.0 for a plain one; `None` where it cannot be told (quantised rows, offloaded or all zero).
+    """
+    weight = embedding.weight
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
+        return None
+    known = getattr(embedding, "scalar_embed_scale", None)
+    if known is not None:
+        return float(known)
+    row = int(weight.detach()[:64].float().abs().sum(-1).argmax())
+    with torch.no_grad():
+        embedded = embed_tokens(embedding, torch.tensor([row], device=weight.device))[0].float()
+    plain = weight.detach()[row].float()
+    return float(embedded @ plain / (plain @ plain)) if plain.any() else None
+
+
 def apply_head(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """
     Apply a target's raw head in its own dtype.
@@ -509,6 +536,39 @@ def with_whole_weights(module: nn.Module) -> nn.Module:
         },
     }
     return whole
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """
+    Name the values of a tensor: dtype, shape and SHA-256 of its bytes.
+
+    Args:
+        tensor (`torch.Tensor`): any, on any device.
+
+    Returns:
+        `str`
+    """
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    shape = "x".join(map(str, tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {hashlib.sha256(data).hexdigest()}"
+
+
+def weights_error(name_or_path: Any, problems: Mapping[str, Any]) -> ValueError:
+    """
+    The error of a file whose tensors are not the network's.
+
+    Args:
+        name_or_path (`str`): of the draft.
+        problems (`Mapping`): kind of fault to tensor names.
+
+    Returns:
+        `ValueError`: to be raised.
+    """
+    listed = "; ".join(f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in problems.items() if names)
+    return ValueError(
+        f"The weights in {str(name_or_path)!r} are not those of a DFlash draft of its configuration ({listed}). "
+        "No weight is made up; use the right file."
+    )
 
 
 class TargetModules:
@@ -650,6 +710,10 @@ class DFlashDraftModel(DFlashBody):
     ```
     """
 
+    # Reads checkpoints of other producers, and checks files before they are loaded. The installed package sets it; the
+    # two files that travel with a checkpoint read their own layout alone.
+    _read_checkpoint: ClassVar[Callable[..., tuple[DFlashConfig, dict[str, torch.Tensor] | None]] | None] = None
+
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         # `object.__setattr__`: the target must not become a submodule
@@ -728,47 +792,60 @@ class DFlashDraftModel(DFlashBody):
         **kwargs: Any,
     ) -> Any:
         """
-        Load a draft; the tie to its target happens on the first use of embedding or head.
+        Load a draft of any producer; the tie to its target happens on the first use of embedding or head.
 
         Args:
             pretrained_model_name_or_path (`str`):
-                Hub name or folder of the draft.
+                Hub name or folder of the draft, in any layout: this package's, that of servers and of the reference,
+                speculators', or that of transformers' own assistant class.
             target (`str`, `PreTrainedModel` or `False`, *optional*):
                 Default: the target named in the configuration. A name or folder replaces it; a live target is tied at
-                once; `False` never looks for one.
+                once; `False` never looks for one. It also tells what the draft's file may leave out (depth and
+                vocabulary of the target).
             *model_args, **kwargs:
-                As in `PreTrainedModel.from_pretrained`. `token`, `cache_dir` and `local_files_only` also reach the
-                look-up of the target; `revision` is the draft's own.
+                As in `PreTrainedModel.from_pretrained`, and any field of the configuration. `token`, `cache_dir` and
+                `local_files_only` also reach the look-up of the target; `revision` is the draft's own.
 
         Returns:
             `DFlashDraftModel` in evaluation mode, in the checkpoint's dtype unless `dtype` is given.
 
         Raises:
             OSError: nothing is there, or the weights are damaged.
-            ValueError: tensors are missing, unknown or of another shape, a live target does not fit, or the draft
-                cannot be split as `distributed_config` asks.
+            ValueError: no DFlash draft; tensors are missing, unknown, of another shape or not finite; the file lacks a
+                value or contradicts itself; a live target does not fit; or the draft cannot be split as
+                `distributed_config` asks.
         """
-        # A live model must not reach transformers' argument handling, which deep-copies.
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with names
+        kwargs["use_safetensors"] = True
+        name: Any = pretrained_model_name_or_path
+        hub_names = ("token", "cache_dir", "local_files_only", "revision", "subfolder")
+        hub_kwargs = {key: kwargs[key] for key in hub_names if key in kwargs}
         try:
             if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
                 raise ValueError(
                     "tp_plan= and tp_size= are deprecated in transformers. Pass "
                     "distributed_config=DistributedConfig(tp_size=...)."
                 )
+            if cls._read_checkpoint is not None and kwargs.get("state_dict") is None:
+                config = kwargs.pop("config", None)
+                given = {key: kwargs.pop(key) for key in DFlashConfig.field_names() & kwargs.keys()}
+                if config is not None and not isinstance(config, DFlashConfig):
+                    config = DFlashConfig.from_pretrained(config, **hub_kwargs, **given)
+                # A live model must not reach transformers' argument handling, which deep-copies.
+                kwargs["config"], tensors = cls._read_checkpoint(
+                    name, config=copy.deepcopy(config), given=given, target=target, **hub_kwargs
+                )
+                if tensors is not None:
+                    name, kwargs["state_dict"] = None, tensors
             if distributed_config := kwargs.get("distributed_config"):
                 if isinstance(distributed_config, dict):
                     distributed_config = DistributedConfig.from_dict(distributed_config)
                 config = kwargs.get("config")
                 if not isinstance(config, DFlashConfig):
-                    looked_up = ("token", "cache_dir", "local_files_only", "revision", "subfolder")
-                    hub_kwargs = {name: kwargs[name] for name in looked_up if name in kwargs}
-                    config = DFlashConfig.from_pretrained(config or pretrained_model_name_or_path, **hub_kwargs)
+                    config = DFlashConfig.from_pretrained(config or name, **hub_kwargs)
                 check_distributed_config(config, distributed_config)
-            loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-            )
+            loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
             draft, info = loaded
         except SafetensorError as error:
             raise OSError(
@@ -779,21 +856,24 @@ class DFlashDraftModel(DFlashBody):
                 f"The draft {str(pretrained_model_name_or_path)!r} cannot be loaded: "
                 f"{' '.join(str(error).split())} Give the folder or the Hub name of a draft."
             ) from error
-        problems = [
-            f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind])))}"
-            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-            if info[kind]
-        ]
-        if problems:
-            raise ValueError(
-                f"The weights in {str(pretrained_model_name_or_path)!r} are not those of a DFlash draft of its "
-                f"configuration ({'; '.join(problems)}). No weight is made up; use the right file."
+        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+        problems = {kind.replace("_", " "): info[kind] for kind in kinds}
+        problems["not finite"] = {
+            key for key, value in draft.named_parameters() if not value.is_meta and not value.isfinite().all()
+        }
+        if any(problems.values()):
+            raise weights_error(pretrained_model_name_or_path, problems)
+        draft.config.name_or_path = draft.name_or_path = str(pretrained_model_name_or_path)
+        if draft.dtype == torch.float16:
+            logger.warning(
+                f"The draft {str(pretrained_model_name_or_path)!r} is in float16, in which the activations of a draft "
+                "overflow and nothing is accepted. Load it with dtype=torch.bfloat16."
             )
         if target is not None and not isinstance(target, (str, bool)):
             draft.tie_target(target)
         else:
-            names = ("token", "cache_dir", "local_files_only")
-            draft._set_target_source(target, {name: kwargs[name] for name in names if name in kwargs})
+            of_target = ("token", "cache_dir", "local_files_only")
+            draft._set_target_source(target, {key: hub_kwargs[key] for key in of_target if key in hub_kwargs})
         return (draft, info) if wants_info else draft
 
     def _set_target_source(self, target: str | bool | None, hub_kwargs: dict[str, Any]) -> None:
@@ -817,8 +897,8 @@ class DFlashDraftModel(DFlashBody):
                 `revision`, `token`, `cache_dir`, `local_files_only` of the target.
 
         Raises:
-            ValueError: the pair does not fit (width, vocabulary, tapped layers, mask token); both names are given. Or
-                the target's embedding is offloaded.
+            ValueError: the pair does not fit (width, vocabulary, tapped layers, mask token, copies of the target's
+                tensors in the draft's file); both names are given. Or the target's embedding is offloaded.
             UntiedDraftError: the target cannot be read.
         """
         if isinstance(target, str):
@@ -856,15 +936,30 @@ class DFlashDraftModel(DFlashBody):
             problems.append(f"vocabulary {config.vocab_size} against {num_embeddings} embedding rows")
         if config.mask_token_id >= num_embeddings:
             problems.append(f"mask token {config.mask_token_id} outside {num_embeddings} embedding rows")
-        if text.num_hidden_layers != config.target_num_hidden_layers:
-            problems.append(f"depth {config.target_num_hidden_layers} against {text.num_hidden_layers}")
+        depth = config.target_num_hidden_layers
+        if depth is not None and text.num_hidden_layers != depth:
+            problems.append(f"depth {depth} against {text.num_hidden_layers}")
         if max(config.target_layer_ids or [0]) >= text.num_hidden_layers:
             problems.append(f"layers {config.target_layer_ids} in a target of {text.num_hidden_layers}")
+        scale, expected = embedding_scale(modules.embedding), config.input_embedding_scale
+        if scale is not None and expected is not None and not math.isclose(scale, expected, rel_tol=0.01):
+            problems.append(f"input_embedding_scale {expected:g} against {scale:g} in the target's embedding")
+        for name, checksum in (config.target_tensor_checksums or {}).items():
+            module = modules.embedding if name.startswith("embed") else modules.head
+            dtype = getattr(torch, checksum.split()[0])
+            if tensor_checksum(with_whole_weights(module).weight.to(dtype)) != checksum:
+                problems.append(f"{name} of the draft's file is not the target's")
         if problems:
             raise ValueError(
                 f"The draft {describe_target(config)}, made for {config.target_name_or_path!r}, does not fit the "
                 f"target {modules.name}: {'; '.join(problems)}. Use the draft with its own target."
             )
+        if depth is None:
+            check_target_layer_ids(config.target_layer_ids or [], text.num_hidden_layers)
+            config.target_num_hidden_layers = text.num_hidden_layers
+        if expected is None and scale is not None and not math.isclose(scale, 1, rel_tol=0.01):
+            config.input_embedding_scale = scale
+        config.target_tensor_checksums = None  # compared
 
     def _tied(self) -> TargetModules:
         if self._target_modules is None:
