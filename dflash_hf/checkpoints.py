@@ -108,7 +108,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         if not os.path.lexists(folder / INDEX):
             raise OSError(f"{str(folder)!r} holds no {WEIGHTS}. Other formats are not read: convert them first.")
         weight_map = read_json(folder / INDEX).get("weight_map")
-        names = sorted(set(weight_map.values())) if _is_text_map(weight_map) else None
+        names = sorted(map(str, set(weight_map.values()))) if isinstance(weight_map, dict) else []
         if not names or any(name != Path(name).name or not name.endswith(".safetensors") for name in names):
             raise OSError(
                 f"weight_map in {str(folder / INDEX)!r} must name .safetensors files of the same folder. Nothing was "
@@ -126,10 +126,6 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         except SafetensorError as error:
             raise OSError(f"The weights {str(file)!r} are damaged ({error}). Fetch them again.") from error
     return shapes
-
-
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _read_tensor(file: Path, name: str) -> torch.Tensor:
@@ -157,7 +153,8 @@ def target_facts(target: str | bool | PreTrainedModel | None, **hub_kwargs: Any)
     text = config.get_text_config(decoder=True)
     facts = {"vocab_size": text.vocab_size, "target_num_hidden_layers": text.num_hidden_layers}
     if not isinstance(target, str):
-        facts["vocab_size"] = target.get_input_embeddings().weight.shape[0]
+        embedding: Any = target.get_input_embeddings()
+        facts["vocab_size"] = embedding.weight.shape[0]
     return facts
 
 

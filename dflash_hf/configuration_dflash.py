@@ -277,9 +277,11 @@ class DFlashConfig(PreTrainedConfig):
         return super().from_dict(cls._translated(config_dict, kwargs), **kwargs)
 
     @classmethod
-    def _translated(cls, raw: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def _translated(cls, raw: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The values of a configuration file; fields are taken out of `kwargs`, so that they are checked with them."""
         if cls._translate is None or not raw:
             return raw
+        given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
         return {**cls._translate(raw, given), "model_type": cls.model_type}
 
     @classmethod
@@ -367,6 +369,8 @@ class DFlashConfig(PreTrainedConfig):
             "eos_token_id": getattr(text, "eos_token_id", None),
             "pad_token_id": getattr(text, "pad_token_id", None),
         }
+        if "rope_parameters" in overrides:
+            del values["rope_theta"]
         if "target_layer_ids" not in overrides:
             values["target_layer_ids"] = default_target_layer_ids(depth, min(num_target_layers, max(depth - 1, 1)))
 

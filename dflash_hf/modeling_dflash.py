@@ -548,7 +548,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     Returns:
         `str`
     """
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    data: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     shape = "x".join(map(str, tensor.shape))
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {hashlib.sha256(data).hexdigest()}"
 
@@ -946,8 +946,8 @@ class DFlashDraftModel(DFlashBody):
             problems.append(f"input_embedding_scale {expected:g} against {scale:g} in the target's embedding")
         for name, checksum in (config.target_tensor_checksums or {}).items():
             module = modules.embedding if name.startswith("embed") else modules.head
-            dtype = getattr(torch, checksum.split()[0])
-            if tensor_checksum(with_whole_weights(module).weight.to(dtype)) != checksum:
+            weight: Any = with_whole_weights(module).weight
+            if tensor_checksum(weight.to(getattr(torch, checksum.split()[0]))) != checksum:
                 problems.append(f"{name} of the draft's file is not the target's")
         if problems:
             raise ValueError(

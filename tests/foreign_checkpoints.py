@@ -1,0 +1,216 @@
+"""Small checkpoints as other producers write them, from literals: nothing here comes from the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+QWEN3 = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 97,
+}
+Z_LAB = {
+    **QWEN3,
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},  # a file that is not there
+    "model_type": "qwen3",
+    "num_target_layers": 4,
+    "rope_theta": 20000.0,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.57.1",
+}
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"],
+    "aux_hidden_state_layer_ids": [1, 3],
+    "block_size": 4,
+    "draft_vocab_size": 97,
+    "dtype": "float32",
+    "has_no_defaults_at_init": False,
+    "mask_token_id": 96,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "speculators_config": {
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "org/target"},
+    },
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.9.0",
+    "target_hidden_size": None,
+    "transformer_layer_config": {
+        **QWEN3,
+        "model_type": "qwen3",
+        "rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"},
+    },
+}
+
+# name: config.json, other names of modules, whether the target's tensors are in the file
+PRODUCERS: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
+    "z-lab, block size at the top": (
+        {**Z_LAB, "block_size": 4, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}},
+        {},
+        [],
+    ),
+    "z-lab, all nested": (
+        {
+            **{name: value for name, value in Z_LAB.items() if name not in ("rope_theta", "torch_dtype")},
+            "dtype": "float32",
+            "rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"},
+            "dflash_config": {"block_size": 4, "mask_token_id": 96, "target_layer_ids": [0, 2]},
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 6,
+            "use_sliding_window": True,
+        },
+        {},
+        [],
+    ),
+    "SpecForge, with its old head": (
+        {**Z_LAB, "block_size": 4, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}},
+        {},
+        ["logit_head"],
+    ),
+    "NeMo Automodel": (
+        {
+            **Z_LAB,
+            "architectures": ["Qwen3DFlashDraftModel"],
+            "block_size": 4,
+            "dflash_config": {"causal": False, "mask_token_id": 96, "target_layer_ids": [0, 2]},
+            "layer_types": ["sliding_attention", "sliding_attention"],
+            "sliding_window": 6,
+        },
+        {},
+        [],
+    ),
+    "TorchSpec": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "mask_token_id": 96,
+            "max_position_embeddings": 512,
+            "model_type": "dflash",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "num_target_layers": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 20000.0,
+            "target_hidden_size": 32,
+            "target_layer_ids": [0, 2],
+            "target_num_hidden_layers": 4,
+            "torch_dtype": "float32",
+            "vocab_size": 97,
+        },
+        {"fc": "context_proj", "hidden_norm": "context_norm", "norm": "final_norm"},
+        ["embed_tokens"],
+    ),
+    "speculators": (SPECULATORS, {}, []),
+    "speculators, older": (SPECULATORS, {}, ["embed_tokens", "lm_head"]),
+    "muse": (
+        {
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "attention_dropout": 0.0,
+            "block_size": 4,
+            "bos_token_id": 1,
+            "dtype": "float32",
+            "eos_token_id": 2,
+            "head_dim": 8,
+            "hidden_act": "silu",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mask_token_id": 96,
+            "max_position_embeddings": 512,
+            "model_type": "muse_glimmer_assistant",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"},
+            "sliding_window": 5,
+            "target_layer_ids": [0, 2],
+            "transformers_version": "5.24.0",
+        },
+        {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"},
+        [],
+    ),
+}
+# what a file does not say and the caller must
+ARGUMENTS = {"TorchSpec": {"block_size": 4}, "muse": {"vocab_size": 97}}
+# window and causality of the two layers, by the producer's own rule
+LAYERS = {
+    "z-lab, all nested": ([6, None], [True, False]),
+    "NeMo Automodel": ([6, 6], [False, False]),
+    "muse": ([6, None], [False, False]),
+}
+
+
+def network(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tensors of a two-layer draft, under the names of the reference."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"fc": (32, 64), "hidden_norm": (32,), "norm": (32,)}
+    for layer in range(2):
+        shapes |= {
+            f"layers.{layer}.input_layernorm": (32,),
+            f"layers.{layer}.post_attention_layernorm": (32,),
+            f"layers.{layer}.self_attn.q_proj": (32, 32),
+            f"layers.{layer}.self_attn.k_proj": (16, 32),
+            f"layers.{layer}.self_attn.v_proj": (16, 32),
+            f"layers.{layer}.self_attn.o_proj": (32, 32),
+            f"layers.{layer}.self_attn.q_norm": (8,),
+            f"layers.{layer}.self_attn.k_norm": (8,),
+            f"layers.{layer}.mlp.gate_proj": (64, 32),
+            f"layers.{layer}.mlp.up_proj": (64, 32),
+            f"layers.{layer}.mlp.down_proj": (32, 64),
+        }
+    return {
+        f"{name}.weight": 0.3 * torch.randn(shape, generator=generator) + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def write_checkpoint(folder: Path, config: Any, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def write_producer(folder: Path, producer: str, target: Any = None, **changes: Any) -> Path:
+    """A checkpoint of `producer` with the tensors of `network()`; `target` gives embedding and head."""
+    config, renamed, target_tensors = PRODUCERS[producer]
+    tensors = {}
+    for name, value in network().items():
+        module = name.removesuffix(".weight")
+        tensors[f"{renamed.get(module, module)}.weight"] = value
+    for module in target_tensors:
+        source = target.get_input_embeddings() if module == "embed_tokens" else target.get_output_embeddings()
+        tensors[f"{module}.weight"] = source.weight.detach().clone()
+    return write_checkpoint(folder, {**config, **changes}, tensors)
