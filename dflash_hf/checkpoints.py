@@ -119,12 +119,15 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                    if name in shapes:
-                        raise OSError(f"The tensor {name!r} is in {shapes[name][0].name!r} and in {file.name!r}.")
-                    shapes[name] = (file, tuple(tensors.get_slice(name).get_shape()))
+                found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise OSError(f"The weights {str(file)!r} are damaged ({error}). Fetch them again.") from error
+        except OSError as error:
+            raise OSError(f"The weights {str(file)!r} cannot be read: {error}.") from error
+        for name, shape in found.items():
+            if name in shapes:
+                raise OSError(f"The tensor {name!r} is in {shapes[name][0].name!r} and in {file.name!r}.")
+            shapes[name] = (file, shape)
     return shapes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin
@@ -432,7 +433,11 @@ class DFlashConfig(PreTrainedConfig):
         rope.setdefault("rope_type", rope.pop("type", "default"))
         if rope["rope_type"] not in ROPE_TYPES:
             raise ValueError(f"rope_parameters['rope_type']={rope['rope_type']!r} must be one of {ROPE_TYPES}.")
-        if not rope["rope_theta"] > 0:
+        for name, value in rope.items():
+            numbers = value if isinstance(value, list) else [value]
+            if name != "rope_type" and not all(isinstance(number, int | float | None) for number in numbers):
+                raise ValueError(f"rope_parameters[{name!r}]={value!r} must be a number or a list of numbers.")
+        if not (rope["rope_theta"] or 0) > 0:
             raise ValueError(f"rope_theta={rope['rope_theta']} must be positive.")
         return rope
 
@@ -473,6 +478,12 @@ class DFlashConfig(PreTrainedConfig):
                 f"layer_types={layer_types} must hold one of {LAYER_TYPES} for each of the "
                 f"num_hidden_layers={self.num_hidden_layers} layers."
             )
+        for name, checksum in (self.target_tensor_checksums or {}).items():
+            if not isinstance(checksum, str) or not re.fullmatch(r"b?float\d+ \d+x\d+ [0-9a-f]{64}", checksum):
+                raise ValueError(
+                    f"target_tensor_checksums[{name!r}]={checksum!r} must be dtype, shape and SHA-256, as in "
+                    "'bfloat16 49152x576 <64 hex digits>'."
+                )
         if "sliding_attention" in layer_types and (self.sliding_window or 0) < self.block_size:
             raise ValueError(
                 f"sliding_window={self.sliding_window} must be at least block_size={self.block_size} when a layer is "

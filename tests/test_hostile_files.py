@@ -1,0 +1,223 @@
+"""Checkpoints that are damaged or made to do harm: one clear error each, no code executed, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_draft, make_target
+from safetensors.torch import load_file, save_file
+
+from dflash_hf import DFlashDraftModel, UntiedDraftError, convert_checkpoint
+
+
+class Bomb:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return os.mkdir, (os.path.join(os.environ["BOMB_FOLDER"], "exploded"),)
+
+
+def header_of(size: int, text: bytes = b"{}") -> bytes:
+    return struct.pack("<Q", size) + text
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def change_tensor(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def write_index(weight_map: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
+def change_config(**values: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+    return damage
+
+
+def loop(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / name)
+
+    return damage
+
+
+def replace(name: str, content: bytes | None) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        if content is None:
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_bytes(content)
+
+    return damage
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+
+
+def set_values(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors[name].view(-1)[3:4].fill_(value)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated weights": (truncate, "damaged"),
+    "no header": (replace("model.safetensors", b""), "damaged"),
+    "header larger than the file": (replace("model.safetensors", header_of(10**6)), "damaged"),
+    "header of exabytes": (replace("model.safetensors", header_of(2**63)), "damaged"),
+    "header that is no JSON": (replace("model.safetensors", header_of(4, b"\xff\xfe{}")), "damaged"),
+    "pickle named safetensors": (lambda folder: replace("model.safetensors", pickle.dumps(Bomb()))(folder), "damaged"),
+    "pickle alone": (only_a_pickle, r"holds no model\.safetensors"),
+    "folder named safetensors": (replace("model.safetensors", None), r"model\.safetensors"),
+    "weights that are a loop": (loop("model.safetensors"), r"model\.safetensors"),
+    "tensor of another shape": (
+        change_tensor(lambda t: t.update({"fc.weight": torch.ones(32, 96)})),
+        r"fc\.weight \[32, 96\] instead of \[32, 64\]",
+    ),
+    "tensor missing": (change_tensor(lambda t: t.pop("norm.weight")), r"missing: norm\.weight"),
+    "tensor unknown": (change_tensor(lambda t: t.update({"extra": torch.ones(1)})), "unknown: extra"),
+    "NaN": (change_tensor(set_values("layers.1.mlp.up_proj.weight", float("nan"))), r"not finite: layers\.1\.mlp"),
+    "infinity": (change_tensor(set_values("fc.weight", float("inf"))), r"not finite: fc\.weight"),
+    "index that leaves the folder": (write_index({"fc.weight": "../outside.safetensors"}), "of the same folder"),
+    "index with an absolute path": (write_index({"fc.weight": "/etc/passwd"}), "of the same folder"),
+    "index that is a list": (write_index(["model.safetensors"]), "weight_map"),
+    "index of numbers": (write_index({"fc.weight": 3}), "weight_map"),
+    "index of nothing": (write_index({}), "weight_map"),
+    "index of a file that is not there": (write_index({"fc.weight": "model-1.safetensors"}), "model-1"),
+    "configuration missing": (lambda folder: (folder / "config.json").unlink(), r"config\.json"),
+    "configuration empty": (replace("config.json", b""), "not valid JSON"),
+    "configuration of bytes": (replace("config.json", b"\xff\xfe\x00"), "not valid JSON"),
+    "configuration nested without end": (replace("config.json", b"[" * 10**5), "not valid JSON"),
+    "configuration that is a list": (replace("config.json", b"[]"), "JSON object"),
+    "configuration that is an empty object": (replace("config.json", b"{}"), "no DFlash draft"),
+    "configuration that is a folder": (replace("config.json", None), r"config\.json"),
+    "configuration that is a loop": (loop("config.json"), r"config\.json"),
+    "negative size": (change_config(hidden_size=-1), "hidden_size=-1"),
+    "size as text": (change_config(hidden_size="32"), "hidden_size='32'"),
+    "size beyond memory": (change_config(intermediate_size=10**15), "instead of"),
+    "layer ids as text": (change_config(target_layer_ids="02"), "target_layer_ids='02'"),
+    "layer ids out of range": (change_config(target_layer_ids=[0, 9]), "target_layer_ids"),
+    "rope that is a list": (change_config(rope_parameters=[1]), r"rope_parameters=\[1\]"),
+    "rope of text": (change_config(rope_parameters={"rope_theta": "big"}), "rope_theta"),
+    "dflash_config that is a list": (change_config(dflash_config=[1]), r"dflash_config=\[1\]"),
+    "architectures of numbers": (change_config(architectures=[7]), r"architectures=\[7\]"),
+    "checksum that is no checksum": (
+        change_config(target_tensor_checksums={"lm_head.weight": 7}),
+        "target_tensor_checksums",
+    ),
+}
+
+
+@pytest.fixture
+def damaged(tmp_path, monkeypatch) -> Callable[[str], Path]:
+    monkeypatch.setenv("BOMB_FOLDER", str(tmp_path))
+
+    def make(name: str) -> Path:
+        folder = tmp_path / "draft"
+        make_draft(make_target()).save_pretrained(folder)
+        DAMAGES[name][0](folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_harmful_checkpoint_is_one_clear_error_and_leaves_nothing_behind(damaged, name, tmp_path):
+    """Case 33."""
+    folder = damaged(name)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    for attempt in (
+        lambda: DFlashDraftModel.from_pretrained(folder, target=make_target()),
+        lambda: convert_checkpoint(folder, tmp_path / "out", "serving"),
+    ):
+        with pytest.raises((OSError, ValueError), match=DAMAGES[name][1]):
+            attempt()
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_file_given_as_a_checkpoint_is_an_error_that_says_folder(tmp_path):
+    (tmp_path / "draft.safetensors").write_bytes(b"")
+    with pytest.raises(OSError, match="is not a folder"):
+        DFlashDraftModel.from_pretrained(tmp_path / "draft.safetensors")
+
+
+def test_a_configuration_that_names_a_missing_target_loads_and_says_what_to_pass(draft, tmp_path):
+    draft.config.target_name_or_path = str(tmp_path / "gone")
+    draft.save_pretrained(tmp_path / "draft")
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    with pytest.raises(UntiedDraftError, match=r"gone.*target="):
+        loaded.compute_logits(torch.ones(1, 32))
+
+
+def test_sharded_weights_are_read_and_a_tensor_in_two_shards_is_refused(draft, tmp_path):
+    draft.save_pretrained(tmp_path / "draft", max_shard_size="20KB")
+    shards = sorted((tmp_path / "draft").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
+    tensors = load_file(shards[0])
+    save_file({**tensors, **load_file(shards[1])}, shards[0], {"format": "pt"})
+    with pytest.raises(OSError, match=r"is in .* and in"):
+        DFlashDraftModel.from_pretrained(tmp_path / "draft")
+
+
+def test_a_failed_save_leaves_no_half_written_folder(draft, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("dflash_hf.checkpoints.save_file", fail)
+    draft.save_pretrained(tmp_path / "draft")
+    with pytest.raises(OSError, match="No space left"):
+        convert_checkpoint(tmp_path / "draft", tmp_path / "out", "serving")
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+def test_a_destination_with_files_is_not_touched(draft, tmp_path):
+    draft.save_pretrained(tmp_path / "draft")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(OSError, match="not an empty folder"):
+        convert_checkpoint(tmp_path / "draft", tmp_path / "out", "serving")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_float16_is_warned_about(draft, tmp_path, caplog):
+    """Case 42."""
+    import logging
+
+    draft.save_pretrained(tmp_path / "draft")
+    logger = logging.getLogger("dflash_hf.modeling_dflash")
+    logger.addHandler(caplog.handler)
+    try:
+        DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+        assert "float16" not in caplog.text
+        DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float16)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "float16, in which the activations" in caplog.text
