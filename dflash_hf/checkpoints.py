@@ -258,8 +258,8 @@ def save_in_layout(
             `"native"`; `"serving"`: vLLM, SGLang and the reference decoder; `"speculators"`; `"muse"`: transformers'
             own assistant class.
         dtype (`torch.dtype`, *optional*):
-            Of the tensors. Default: the draft's own; bf16 in the serving layout, since servers turn fp32 into fp16,
-            in which the activations of `fc` overflow.
+            Of the tensors. Default: the draft's own; bf16 in the serving layout, which servers run in, and which the
+            reference decoder does not cast.
 
     Returns:
         `Path`: the folder.

@@ -10,27 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen3Config
 
+from .layouts import layout_config
 from .modeling_dflash import DFlashDraftModel
-
-# The keys of Qwen3's configuration that say the same there as in a draft's.
-SAME_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "attention_bias",
-    "attention_dropout",
-    "rope_parameters",
-    "layer_types",
-    "sliding_window",
-    "is_causal",
-)
 
 
 class ReferenceDecoder:
@@ -55,17 +36,7 @@ class ReferenceDecoder:
                 f"The reference decoder is not there ({error}): it is in the package dflash 0.1.0. Run "
                 "pip install --no-deps dflash==0.1.0 (the versions that it pins are not needed)."
             ) from error
-        config = draft.config
-        described: dict[str, Any] = {name: getattr(config, name) for name in SAME_FIELDS}
-        described.update(
-            use_sliding_window=config.sliding_window is not None,
-            num_target_layers=config.target_num_hidden_layers,
-            dflash_config={
-                "block_size": config.block_size,
-                "mask_token_id": config.mask_token_id,
-                "target_layer_ids": config.target_layer_ids,
-            },
-        )
+        described = layout_config(draft.config, "serving", str(draft.dtype).removeprefix("torch."))
         self.model: nn.Module = model_class(Qwen3Config(**described)).eval()
         self.model.to(draft.device)  # no dtype: its rotary frequencies stay in fp32
         self.model.load_state_dict(draft.state_dict(), assign=True)

@@ -11,6 +11,8 @@ from rich.text import Text
 
 from .bench import bench
 from .chat import chat
+from .check import check
+from .convert import convert
 from .demo import demo
 from .generate import generate
 from .regenerate import regenerate
@@ -30,6 +32,8 @@ app.command(
 app.command()(generate)
 app.command()(chat)
 app.command()(regenerate)
+app.command()(convert)
+app.command()(check)
 app.add_typer(bench, name="bench")
 
 

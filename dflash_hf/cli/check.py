@@ -1,0 +1,39 @@
+"""`dflash-hf check`: who can load a draft, and why not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..checkpoint_report import READERS, check_checkpoint
+from .convert import Fields, parse_fields
+
+
+def check(
+    draft: Annotated[str, typer.Argument(help="Folder or Hub name of a draft, in any layout.")],
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name: also compare the pair.")] = None,
+    fields: Fields = None,
+) -> None:
+    """Say who can load a draft and what to do for those who cannot; exit code 1 if this package cannot."""
+    report = check_checkpoint(draft, target=target, **parse_fields(fields))
+    console = Console()
+    if report.config is not None:
+        config = report.config
+        depth = "?" if config.target_num_hidden_layers is None else config.target_num_hidden_layers
+        console.print(
+            f"{draft}: {report.layout} layout, {report.num_parameters / 1e6:.1f} M values, {config.num_hidden_layers} "
+            f"layers, block {config.block_size}, target layers {config.target_layer_ids} of {depth}, mask token "
+            f"{config.mask_token_id}, target {config.target_name_or_path or 'not named'}",
+            markup=False,
+            highlight=False,
+        )
+    table = Table("reader", "loads it", "why, or under which condition", show_lines=True)
+    for verdict in report.verdicts:
+        answer = "[green]yes[/]" if verdict.can_load else "[red]no[/]"
+        table.add_row(READERS[verdict.reader], answer, "; ".join(verdict.reasons).replace("[", r"\["))
+    console.print(table)
+    if not report.verdicts[0].can_load:
+        raise typer.Exit(1)
