@@ -194,8 +194,8 @@ def read_checkpoint(
     if config is None:
         raw = read_json(folder / "config.json")
         names = ("token", "cache_dir", "local_files_only")
-        facts = target_facts(target, **{name: hub_kwargs[name] for name in names if name in hub_kwargs})
-        config = DFlashConfig(**native_values(raw, given, facts))
+        of_target = {name: hub_kwargs[name] for name in names if name in hub_kwargs}
+        config = DFlashConfig(**native_values(raw, given, lambda: target_facts(target, **of_target)))
     if (folder / "mask_embedding.pt").exists():
         raise ValueError(
             f"{str(name_or_path)!r} holds mask_embedding.pt, a mask vector of its own, which is not implemented: "

@@ -153,7 +153,9 @@ def _check_kinds(raw: Mapping[str, Any]) -> None:
 
 
 def native_values(
-    raw: Mapping[str, Any], given: Mapping[str, Any] | None = None, target_facts: Mapping[str, Any] | None = None
+    raw: Mapping[str, Any],
+    given: Mapping[str, Any] | None = None,
+    target_facts: Callable[[], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """
     Translate a config.json of any producer into the values of a [`DFlashConfig`].
@@ -164,8 +166,8 @@ def native_values(
     Args:
         raw (`Mapping`): the file as it stands.
         given (`Mapping`, *optional*): fields of the configuration that the caller insists on.
-        target_facts (`Mapping`, *optional*): `vocab_size` and `target_num_hidden_layers` of the target at hand, used
-            where the file is silent.
+        target_facts (`Callable`, *optional*): gives `vocab_size` and `target_num_hidden_layers` of the target at hand;
+            called only where the file is silent.
 
     Returns:
         `dict`: keyword arguments of [`DFlashConfig`].
@@ -183,8 +185,10 @@ def native_values(
     rope = {"rope_theta", "rope_parameters"}
     if rope & given.keys():
         values = {name: value for name, value in values.items() if name not in rope}
-    facts = {name: value for name, value in (target_facts or {}).items() if values.get(name) is None}
-    values = {**values, **facts, **given}
+    values = {**values, **given}
+    silent = {name for name in ("vocab_size", "target_num_hidden_layers") if values.get(name) is None}
+    if silent and target_facts is not None:
+        values.update({name: value for name, value in target_facts().items() if name in silent})
     found = {**(values.get("rope_parameters") or {}), **{k: v for k, v in values.items() if v is not None}}
     for name in REQUIRED:
         if found.get(name) is None:

@@ -76,6 +76,11 @@ def test_python_of_the_decoding_guide_runs_from_top_to_bottom(run_block):
     assert tokenizer.padding_side == "left"
 
 
+def test_python_of_the_checkpoint_guide_runs(run_block):
+    for index, block in enumerate(python_blocks("docs/checkpoints.md")):
+        run_block(block, f"docs/checkpoints.md, Python block {index}", {"__name__": "guide"})
+
+
 def test_readme_opens_with_the_two_set_up_commands_and_stays_short():
     text = (ROOT / "README.md").read_text()
     commands = re.search(r"```bash\n(.*?)```", text, flags=re.DOTALL).group(1).splitlines()

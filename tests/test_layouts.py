@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from dflash_hf import DFlashConfig, DFlashDraftModel, convert_checkpoint, save_in_layout
+from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_checkpoint, save_in_layout
 from dflash_hf.layouts import LAYOUTS, layout_config, layout_of, native_values
 from dflash_hf.modeling_dflash import embedding_scale, rotary_angles
 
@@ -280,6 +280,14 @@ def test_the_targets_name_stands_in_for_what_the_file_leaves_out(target, tmp_pat
         DFlashDraftModel.from_pretrained(folder)
     draft = DFlashDraftModel.from_pretrained(folder, target=str(tmp_path / "target"))
     assert (draft.config.vocab_size, draft.config.target_num_hidden_layers) == (97, 4)
+
+
+def test_a_target_that_is_not_there_does_not_keep_a_complete_draft_from_loading(tmp_path):
+    """Case 28."""
+    folder = write_producer(tmp_path / "draft", "z-lab, all nested")
+    draft = DFlashDraftModel.from_pretrained(folder, target=str(tmp_path / "gone"))
+    with pytest.raises(UntiedDraftError, match="gone"):
+        draft.get_input_embeddings()
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
