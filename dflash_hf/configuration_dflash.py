@@ -15,6 +15,8 @@ logger = logging.get_logger(__name__)
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Beyond any model; a damaged or hostile file must not ask for more memory than there is.
+MAX_SIZE, MAX_LAYERS = 2**26, 2**10
 
 
 def default_target_layer_ids(target_num_hidden_layers: int, num_target_layers: int) -> list[int]:
@@ -411,8 +413,10 @@ class DFlashConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={value!r} must be {names}.")
             if int in kinds and float not in kinds and not isinstance(value, bool):
                 minimum = 0 if name.endswith("_token_id") else 1
-                if isinstance(value, int) and value < minimum:
-                    raise ValueError(f"{name}={value!r} must be at least {minimum}.")
+                maximum = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+                if isinstance(value, int) and not minimum <= value <= maximum:
+                    rule = f"at least {minimum}" if value < minimum else f"at most {maximum}"
+                    raise ValueError(f"{name}={value!r} must be {rule}.")
 
     def _merge_rope(self, rope_parameters: dict[str, Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Make `rope_theta` and `rope_parameters` one value; two that differ are an error."""
@@ -434,7 +438,7 @@ class DFlashConfig(PreTrainedConfig):
         if rope["rope_type"] not in ROPE_TYPES:
             raise ValueError(f"rope_parameters['rope_type']={rope['rope_type']!r} must be one of {ROPE_TYPES}.")
         for name, value in rope.items():
-            numbers = value if isinstance(value, list) else [value]
+            numbers = value if isinstance(value, list) and name != "rope_theta" else [value]
             if name != "rope_type" and not all(isinstance(number, int | float | None) for number in numbers):
                 raise ValueError(f"rope_parameters[{name!r}]={value!r} must be a number or a list of numbers.")
         if not (rope["rope_theta"] or 0) > 0:

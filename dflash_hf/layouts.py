@@ -8,7 +8,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
-from .configuration_dflash import DFlashConfig
+from .configuration_dflash import LAYER_TYPES, MAX_LAYERS, MAX_SIZE, DFlashConfig
 
 logger = logging.get_logger(__name__)
 
@@ -34,6 +34,7 @@ SHARED_FIELDS = (
     "eos_token_id",
     "pad_token_id",
 )
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Values that are never guessed.
 REQUIRED = ("target_layer_ids", "block_size", "mask_token_id", "vocab_size", "rope_theta")
 # Keys about the file or the producer's class. Each layout writes its own.
@@ -135,7 +136,7 @@ def layout_of(raw: Mapping[str, Any]) -> str:
 def _check_kinds(raw: Mapping[str, Any]) -> None:
     """What is read as an object, a list or a number below must be one: a file can hold anything."""
     objects = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "speculators_config")
-    for name in objects:
+    for name in (*objects, "verifier"):
         if not isinstance(raw.get(name, None), Mapping | None):
             raise ValueError(f"{name}={raw[name]!r} in config.json must be an object.")
     lists = {"architectures": str, "layer_types": str, "target_layer_ids": int, "aux_hidden_state_layer_ids": int}
@@ -144,10 +145,16 @@ def _check_kinds(raw: Mapping[str, Any]) -> None:
         if value is not None and not (isinstance(value, list) and all(type(item) is kind for item in value)):
             raise ValueError(f"{name}={value!r} in config.json must be a list of {kind.__name__}.")
     for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_window_layers", "sliding_window"):
-        value = raw.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r} in config.json must be a positive int.")
-    for inner in (raw.get("transformer_layer_config"), raw.get("dflash_config")):
+        value, maximum = raw.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if value is not None and (type(value) is not int or not 1 <= value <= maximum):
+            raise ValueError(f"{name}={value!r} in config.json must be an int from 1 to {maximum}.")
+    for name in ("model_type", "dtype", "torch_dtype"):
+        if not isinstance(raw.get(name), str | None):
+            raise ValueError(f"{name}={raw[name]!r} in config.json must be text.")
+    for name in ("dtype", "torch_dtype"):
+        if raw.get(name) not in (None, *DTYPES):
+            raise ValueError(f"{name}={raw[name]!r} in config.json must be one of {', '.join(DTYPES)}.")
+    for inner in (raw.get("transformer_layer_config"), raw.get("dflash_config"), raw.get("speculators_config")):
         if inner:
             _check_kinds(inner)
 
@@ -214,8 +221,10 @@ def _one_value(name: str, places: Mapping[str, Any]) -> Any:
 def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_theta` and `rope_parameters` of a file, flat; parts that are the target's alone are left out."""
     rope = _one_value("rope_parameters", {name: raw.get(name) for name in ("rope_parameters", "rope_scaling")}) or {}
-    if rope and all(isinstance(value, Mapping) for value in rope.values()):  # a set of values a layer type
+    if {*LAYER_TYPES} & rope.keys():  # a set of values a layer type
         rope = _one_value("rope_parameters", {f"rope_parameters[{kind!r}]": rope[kind] for kind in rope})
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"rope_parameters of a layer type in config.json must be an object, not {rope!r}.")
     foreign = sorted(
         name
         for name, value in {**raw, **rope}.items()
@@ -238,7 +247,10 @@ def _geometry(raw: Mapping[str, Any]) -> dict[str, Any]:
     model_type = raw.get("model_type") or "qwen3"
     reference = CONFIG_MAPPING["qwen3"]()
     defaults = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else reference
-    values = {name: raw.get(name, getattr(defaults, name, getattr(reference, name))) for name in SHARED_FIELDS}
+    values = {name: raw.get(name) for name in SHARED_FIELDS}
+    for name, value in values.items():
+        if value is None and name != "vocab_size" and not name.endswith("_token_id"):
+            values[name] = getattr(defaults, name, getattr(reference, name))
     if values["head_dim"] is None:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     if values["num_key_value_heads"] is None:
@@ -328,7 +340,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     geometry = _geometry(inner)
     draft_vocab_size = raw.get("draft_vocab_size")
-    if draft_vocab_size not in (None, geometry["vocab_size"]):
+    if draft_vocab_size not in (None, geometry["vocab_size"]) and geometry["vocab_size"] is not None:
         raise ValueError(
             f"draft_vocab_size={draft_vocab_size} is not the target's {geometry['vocab_size']}: a reduced draft "
             "vocabulary (d2t) is not implemented. Use a draft with the full vocabulary."
@@ -379,8 +391,6 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_muse(raw: Mapping[str, Any]) -> dict[str, Any]:
     geometry = _geometry(raw)
-    if "vocab_size" not in raw:  # this layout has none
-        geometry["vocab_size"] = None
     kinds = raw.get("layer_types") or ["sliding_attention"] * geometry["num_hidden_layers"]
     is_sliding = "sliding_attention" in kinds
     return {
@@ -390,8 +400,8 @@ def _from_muse(raw: Mapping[str, Any]) -> dict[str, Any]:
         **_drafting(raw),
         "layer_types": list(kinds),
         # its windows reach one token further, and look ahead as well as back
-        "sliding_window": raw.get("sliding_window", _muse_window()) + 1 if is_sliding else None,
-        "is_causal": raw.get("is_causal", False if is_sliding else None),
+        "sliding_window": (raw.get("sliding_window") or _muse_window()) + 1 if is_sliding else None,
+        "is_causal": False if is_sliding else raw.get("is_causal"),
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import os
 import pickle
 import struct
@@ -12,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_draft, make_target
+from foreign_checkpoints import ARGUMENTS, PRODUCERS
 from safetensors.torch import load_file, save_file
 
-from dflash_hf import DFlashDraftModel, UntiedDraftError, convert_checkpoint
+from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_checkpoint
 
 
 class Bomb:
@@ -120,7 +123,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "configuration that is a loop": (loop("config.json"), r"config\.json"),
     "negative size": (change_config(hidden_size=-1), "hidden_size=-1"),
     "size as text": (change_config(hidden_size="32"), "hidden_size='32'"),
-    "size beyond memory": (change_config(intermediate_size=10**15), "instead of"),
+    "size beyond memory": (change_config(intermediate_size=10**15), "at most 67108864"),
+    "layers beyond memory": (change_config(num_hidden_layers=10**12), "from 1 to 1024"),
     "layer ids as text": (change_config(target_layer_ids="02"), "target_layer_ids='02'"),
     "layer ids out of range": (change_config(target_layer_ids=[0, 9]), "target_layer_ids"),
     "rope that is a list": (change_config(rope_parameters=[1]), r"rope_parameters=\[1\]"),
@@ -159,6 +163,29 @@ def test_a_harmful_checkpoint_is_one_clear_error_and_leaves_nothing_behind(damag
         with pytest.raises((OSError, ValueError), match=DAMAGES[name][1]):
             attempt()
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+JUNK = (None, 0, -1, 2**70, 3.5, "x", [], [None], {"a": 1}, True, float("nan"), {"full_attention": 3})
+
+
+@pytest.mark.parametrize("producer", ["z-lab, all nested", "TorchSpec", "speculators", "muse"])
+def test_whatever_stands_in_a_configuration_the_error_is_a_value_error(producer):
+    config = PRODUCERS[producer][0]
+    places = [(name,) for name in config]
+    places += [(name, inner) for name, value in config.items() if isinstance(value, dict) for inner in value]
+    refused = 0
+    for *outer, last in places:
+        for junk in JUNK:
+            changed = copy.deepcopy(config)
+            inner = changed
+            for name in outer:
+                inner = inner[name]
+            inner[last] = junk
+            try:
+                DFlashConfig.from_dict(changed, **ARGUMENTS.get(producer, {}))
+            except ValueError:
+                refused += 1
+    assert refused > 2 * len(places)
 
 
 def test_a_file_given_as_a_checkpoint_is_an_error_that_says_folder(tmp_path):
@@ -209,8 +236,6 @@ def test_a_destination_with_files_is_not_touched(draft, tmp_path):
 
 def test_float16_is_warned_about(draft, tmp_path, caplog):
     """Case 42."""
-    import logging
-
     draft.save_pretrained(tmp_path / "draft")
     logger = logging.getLogger("dflash_hf.modeling_dflash")
     logger.addHandler(caplog.handler)
