@@ -466,10 +466,13 @@ def embedding_scale(embedding: nn.Module) -> float | None:
         embedding (`nn.Module`): the target's input embedding.
 
     Returns:
-        `float`: 1.0 for a plain one; `None` where it cannot be told (quantised rows, offloaded or all zero).
+        `float`: 1.0 for a plain one; `None` where it cannot be told: rows that are quantised, offloaded, split over
+        ranks or all zero.
     """
     weight = embedding.weight
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
+        return None
+    if hasattr(weight, "full_tensor"):  # split over ranks
         return None
     known = getattr(embedding, "scalar_embed_scale", None)
     if known is not None:
