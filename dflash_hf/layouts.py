@@ -67,8 +67,8 @@ MODULE_NAMES = {
     "encoder.fc": "fc",
     "encoder.output_norm_enc": "hidden_norm",
 }
-# Tensors of the target that some producers store with the draft, and the module of the target they must equal.
-TARGET_TENSORS = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "logit_head.weight": "head"}
+# Tensors of the target that some producers store with the draft.
+TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight", "logit_head.weight")
 # Parts of other methods: what holds their tensors, and what they are called.
 UNSUPPORTED_PARTS = {
     "d2t": "a reduced draft vocabulary",
@@ -182,8 +182,7 @@ def native_values(
     Raises:
         ValueError: no DFlash draft, two places that disagree, or a missing value; the message names it.
     """
-    fields = DFlashConfig.field_names()
-    given = {name: value for name, value in (given or {}).items() if name in fields}
+    given = given or {}
     layout = layout_of(raw)
     readers = {"native": _from_flat, "serving": _from_serving, "speculators": _from_speculators, "muse": _from_muse}
     values = readers[layout](raw)

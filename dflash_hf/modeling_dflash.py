@@ -818,6 +818,7 @@ class DFlashDraftModel(DFlashBody):
                 value or contradicts itself; a live target does not fit; or the draft cannot be split as
                 `distributed_config` asks.
         """
+        # `target` stays out of `kwargs`: transformers deep-copies what it is given, a live model as well.
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with names
         kwargs["use_safetensors"] = True
@@ -831,11 +832,10 @@ class DFlashDraftModel(DFlashBody):
                     "distributed_config=DistributedConfig(tp_size=...)."
                 )
             if cls._read_checkpoint is not None and kwargs.get("state_dict") is None:
-                config = kwargs.pop("config", None)
-                given = {key: kwargs.pop(key) for key in DFlashConfig.field_names() & kwargs.keys()}
-                if config is not None and not isinstance(config, DFlashConfig):
-                    config = DFlashConfig.from_pretrained(config, **hub_kwargs, **given)
-                # A live model must not reach transformers' argument handling, which deep-copies.
+                config, given = kwargs.pop("config", None), {}
+                if not isinstance(config, DFlashConfig):
+                    given = {key: kwargs.pop(key) for key in DFlashConfig.field_names() & kwargs.keys()}
+                    config = config and DFlashConfig.from_pretrained(config, **hub_kwargs, **given)
                 kwargs["config"], tensors = cls._read_checkpoint(
                     name, config=copy.deepcopy(config), given=given, target=target, **hub_kwargs
                 )

@@ -290,6 +290,12 @@ def test_a_target_that_is_not_there_does_not_keep_a_complete_draft_from_loading(
         draft.get_input_embeddings()
 
 
+def test_a_field_beside_a_whole_configuration_is_not_dropped_in_silence(tmp_path):
+    folder = write_producer(tmp_path / "draft", "z-lab, all nested")
+    with pytest.raises(TypeError, match="block_size"):
+        DFlashDraftModel.from_pretrained(folder, config=DFlashConfig.from_pretrained(folder), block_size=5)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
 
 
