@@ -244,7 +244,7 @@ def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _geometry(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The shared fields; what the file leaves out has the default of its model type, as for its producer."""
     model_type = raw.get("model_type") or "qwen3"
-    reference = CONFIG_MAPPING["qwen3"]()
+    reference: Any = CONFIG_MAPPING["qwen3"]()
     defaults = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else reference
     values = {name: raw.get(name) for name in SHARED_FIELDS}
     for name, value in values.items():

@@ -831,23 +831,25 @@ class DFlashDraftModel(DFlashBody):
                     "tp_plan= and tp_size= are deprecated in transformers. Pass "
                     "distributed_config=DistributedConfig(tp_size=...)."
                 )
-            if cls._read_checkpoint is not None and kwargs.get("state_dict") is None:
-                config, given = kwargs.pop("config", None), {}
+            config, given = kwargs.get("config"), {}
+            if not isinstance(config, DFlashConfig):
+                given = {key: kwargs.pop(key) for key in DFlashConfig.field_names() & kwargs.keys()}
+            if distributed_config := kwargs.get("distributed_config"):
+                if isinstance(distributed_config, dict):
+                    distributed_config = DistributedConfig.from_dict(distributed_config)
                 if not isinstance(config, DFlashConfig):
-                    given = {key: kwargs.pop(key) for key in DFlashConfig.field_names() & kwargs.keys()}
-                    config = config and DFlashConfig.from_pretrained(config, **hub_kwargs, **given)
+                    config = DFlashConfig.from_pretrained(config or name, **hub_kwargs, **given)
+                check_distributed_config(config, distributed_config)
+            if cls._read_checkpoint is not None and kwargs.get("state_dict") is None:
+                if config is not None and not isinstance(config, DFlashConfig):
+                    config = DFlashConfig.from_pretrained(config, **hub_kwargs, **given)
                 kwargs["config"], tensors = cls._read_checkpoint(
                     name, config=copy.deepcopy(config), given=given, target=target, **hub_kwargs
                 )
                 if tensors is not None:
                     name, kwargs["state_dict"] = None, tensors
-            if distributed_config := kwargs.get("distributed_config"):
-                if isinstance(distributed_config, dict):
-                    distributed_config = DistributedConfig.from_dict(distributed_config)
-                config = kwargs.get("config")
-                if not isinstance(config, DFlashConfig):
-                    config = DFlashConfig.from_pretrained(config or name, **hub_kwargs)
-                check_distributed_config(config, distributed_config)
+            else:
+                kwargs.update(given)
             loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
             draft, info = loaded
         except SafetensorError as error:
