@@ -10,11 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from .model_card import FACTS_NAME, DraftCard, Evaluation, environment, hub_id_or_folder, write_model_card
 from .modeling_dflash import DFlashDraftModel
 from .training_args import DEFAULT_LEARNING_RATES, DFlashTrainingArguments
 from .training_checks import RowCounts
+
+logger = logging.get_logger(__name__)
 
 # Of no consequence for the draft, or a place on somebody's machine.
 UNTOLD_ARGUMENTS = {
@@ -255,8 +258,13 @@ def write_card_of_run(folder: str | Path, card: DraftCard) -> bool:
     Returns:
         `bool`: as of [`write_model_card`].
     """
+    earlier = None
     if (Path(folder) / FACTS_NAME).is_file():
-        earlier = DraftCard.from_folder(folder, card.config)
+        try:
+            earlier = DraftCard.from_folder(folder, card.config)
+        except (OSError, ValueError) as error:  # half-written in a crash, say; no reason to end a run
+            logger.warning(f"The facts of an earlier card are replaced: {error}")
+    if earlier is not None:
         # Equal to the last digit: of the same weights, or of those of a repetition.
         same = ("steps", "train_loss", "train_accept_len", "seed", "training_arguments", "num_parameters")
         if card.train_loss is not None and all(getattr(card, name) == getattr(earlier, name) for name in same):
@@ -269,7 +277,7 @@ def write_card_of_run(folder: str | Path, card: DraftCard) -> bool:
 
 class ModelCardWriter(TrainerCallback):
     """
-    Keep a model card in every checkpoint, and in the output folder whenever something is pushed.
+    Keep a model card in every checkpoint.
 
     Args:
         make_card (`Callable`): returns the [`DraftCard`] of the draft as it is now.
@@ -286,15 +294,11 @@ class ModelCardWriter(TrainerCallback):
         self._is_training = False
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self._write(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        # A hyper-parameter search has folders of its own, one a trial.
+        if state.is_world_process_zero and folder.is_dir():
+            write_card_of_run(folder, self.make_card())
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Trainer pushes a checkpoint before it says that it has saved it.
-        if state.is_world_process_zero and self._is_training:
+        if self._is_training:  # Trainer pushes a checkpoint before it says that it has saved it
             self.on_save(args, state, control)
-            self._write(Path(args.output_dir))
-
-    def _write(self, folder: Path) -> None:
-        if folder.is_dir():  # not one of a hyper-parameter search, which has folders of its own
-            write_card_of_run(folder, self.make_card())

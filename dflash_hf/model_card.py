@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import platform
@@ -20,11 +19,12 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import safe_open
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
+from .checkpoints import INDEX, WEIGHTS, read_json, tensor_shapes
 from .configuration_dflash import DFlashConfig
 from .evaluation import Summary
+from .layouts import TARGET_TENSORS, native_values
 
 logger = logging.get_logger(__name__)
 
@@ -48,10 +48,12 @@ def environment() -> dict[str, str]:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cpu = next(iter(names), platform.processor() or platform.machine())
     hardware = torch.cuda.get_device_name() if accelerator is not None and accelerator.type == "cuda" else cpu
-    packages = ("torch", "transformers", "dflash-hf")
+    from . import __version__  # of the package, which imports this module
+
+    packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
     return {
         "hardware": f"{hardware}, {torch.get_num_threads()} CPU threads",
-        "software": ", ".join(f"{name} {version(name)}" for name in packages),
+        "software": ", ".join([*packages, f"dflash-hf {__version__}"]),
     }
 
 
@@ -203,21 +205,22 @@ class DraftCard:
         Read back the card of a saved draft: the facts beside it, else what its configuration and weights say.
 
         Args:
-            folder (`str` or `Path`): where the draft is saved.
-            config ([`DFlashConfig`], *optional*): of a draft in another layout than ours; else it is read.
+            folder (`str` or `Path`): where the draft is saved, in any layout.
+            config ([`DFlashConfig`], *optional*): of the draft; default: the one in the folder.
 
         Returns:
             [`DraftCard`]
 
         Raises:
-            ValueError: no configuration of ours is there, or the facts cannot be read.
+            OSError: a file is missing or damaged.
+            ValueError: the configuration is not that of a draft, or the facts are not those of a card.
         """
         folder = Path(folder)
         if config is None:
-            config = _read_config(folder)
+            config = DFlashConfig(**native_values(read_json(folder / CONFIG_NAME)))
         facts_file = folder / FACTS_NAME
         if facts_file.is_file():
-            return cls.from_facts(_read_facts(facts_file), config, where=str(facts_file))
+            return cls.from_facts(read_json(facts_file), config, where=str(facts_file))
         return cls.from_config(config, folder.resolve().name, num_parameters=_count_parameters(folder))
 
     @classmethod
@@ -286,7 +289,9 @@ class DraftCard:
         folder = _serving_folder(draft)
         serving = self.serving_repo or folder
         speculative = {"method": "dflash", "model": serving, "num_speculative_tokens": config.block_size - 1}
-        template_kwargs = "".join(f", **{dict(self.chat_template_kwargs)!r}" if self.chat_template_kwargs else "")
+        arguments = 'chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        if self.chat_template_kwargs:
+            arguments = f"\n    {arguments}, **{dict(self.chat_template_kwargs)!r}\n"
         card = ModelCard.from_template(
             self.metadata(),
             template_path=str(TEMPLATE),
@@ -296,7 +301,7 @@ class DraftCard:
             block_size=config.block_size,
             target_literal=json.dumps(target, ensure_ascii=False),
             draft_literal=json.dumps(draft, ensure_ascii=False),
-            template_kwargs=template_kwargs,
+            inputs=f"inputs = tokenizer.apply_chat_template({arguments})",
             native_repo=code(self.native_repo) if self.native_repo is not None else None,
             serving_repo=code(self.serving_repo) if self.serving_repo is not None else None,
             convert=shlex.join(["dflash-hf", "convert", draft, folder, "--layout", "serving"]),
@@ -306,6 +311,7 @@ class DraftCard:
             + shlex.join(["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", serving]),
             measured=_cells(self._measured_rows()),
             picture=picture,
+            picture_label=slots[1] if (slots := _slots_of(self)) is not None else None,
             picture_words=picture_words or NOT_RECORDED,
             evaluations=[_evaluation_cells(evaluation) for evaluation in self.evaluations or (Evaluation(),)],
             geometry=_cells(self._draft_rows()),
@@ -327,7 +333,7 @@ class DraftCard:
             names = ("acceptance length", "slots 1 … k all accepted", "plain → with the draft")
             rows += [(name, None) for name in (*names, "speed-up", "answers identical token by token")]
         else:
-            slots = "  ".join(f"{slot}: {share(value)}" for slot, value in enumerate(summary.slot_acceptance, start=1))
+            slots = ", ".join(f"{slot}: {share(value)}" for slot, value in enumerate(summary.slot_acceptance, start=1))
             speeds = (summary.plain_tokens_per_s, summary.drafted_tokens_per_s)
             rows += [
                 ("acceptance length", f"{number(summary.accept_len)} of {self.config.block_size}"),
@@ -506,39 +512,12 @@ def license_of_folder(folder: str | None) -> str | None:
     return license_id if isinstance(license_id, str) else None
 
 
-def _read_config(folder: Path) -> DFlashConfig:
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{str(folder)!r} has no readable config.json: {error}. A card needs the folder of a saved draft."
-        ) from error
-    if not isinstance(values, dict) or values.get("model_type") != DFlashConfig.model_type:
-        raise ValueError(
-            f"config.json in {str(folder)!r} is not that of a draft saved by this package (model_type 'dflash'). Give "
-            "the draft's configuration as config=, or a folder in the native layout."
-        )
-    return DFlashConfig.from_pretrained(folder)
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}. Remove it to write the card without it.") from error
-    if not isinstance(facts, dict):
-        raise ValueError(f"{path} must hold names and values, not {type(facts).__name__}. Remove it.")
-    return facts
-
-
 def _count_parameters(folder: Path) -> int | None:
-    """Parameters in the safetensors files of a folder, from their headers; `None` without such a file."""
-    total = 0
-    files = sorted(folder.glob("*.safetensors"))
-    for path in files:
-        with safe_open(path, "pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total if files else None
+    """Parameters of a saved draft, from the headers of its files; `None` without weights."""
+    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        return None
+    shapes = tensor_shapes(folder)
+    return sum(math.prod(shape) for name, (_, shape) in shapes.items() if name not in TARGET_TENSORS)
 
 
 # ---- words ----
@@ -611,7 +590,7 @@ def _cells(rows: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _evaluation_cells(evaluation: Evaluation) -> list[str]:
-    accuracy = "  ".join(f"{slot}: {share(value)}" for slot, value in enumerate(evaluation.slot_accuracy, start=1))
+    accuracy = ", ".join(f"{slot}: {share(value)}" for slot, value in enumerate(evaluation.slot_accuracy, start=1))
     values = (evaluation.accept_len, evaluation.serving_accept_len, evaluation.generate_accept_len)
     name = evaluation.name or ("held-out rows" if evaluation != Evaluation() else None)
     cells = [name, evaluation.step, number(evaluation.loss, 3), *map(number, values), accuracy or None]
@@ -643,11 +622,14 @@ def _slots_of(card: DraftCard) -> tuple[Sequence[float], str, str] | None:
 def _draw(card: DraftCard, path: Path) -> str | None:
     """Draw the card's slots, if it has any and matplotlib (an extra) is there; returns the file's name."""
     slots = _slots_of(card)
-    if slots is None or importlib.util.find_spec("matplotlib") is None:
-        path.unlink(missing_ok=True)  # one of other numbers
-        return None
-    draw_slots(*slots, path)
-    return path.name
+    try:
+        if slots is not None:
+            draw_slots(*slots, path)
+            return path.name
+    except ImportError:
+        pass
+    path.unlink(missing_ok=True)  # one of other numbers
+    return None
 
 
 def draw_slots(shares: Sequence[float], label: str, title: str, path: str | Path) -> None:
@@ -659,6 +641,9 @@ def draw_slots(shares: Sequence[float], label: str, title: str, path: str | Path
         label (`str`): what they are.
         title (`str`): above the picture.
         path (`str` or `Path`): PNG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure  # an extra; the rest of the package works without it
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import logging
 import os
@@ -27,9 +26,13 @@ from dflash_hf.card_writer import (
     ModelCardWriter,
     changed_arguments,
     last_and_best,
+    mask_token_in_words,
     rows_are_text,
     training_facts,
 )
+from dflash_hf.checkpoints import save_in_layout
+from dflash_hf.cli import main
+from dflash_hf.cli.train import DraftAndDataArguments, describe_rows
 from dflash_hf.evaluation import Summary
 from dflash_hf.model_card import (
     FACTS_NAME,
@@ -114,7 +117,7 @@ def test_every_fact_is_printed_and_none_is_missing(config, tmp_path):
     measured = rows_in(card.content, "Measured: generation")
     assert measured == {
         "acceptance length": "1.82 of 4",
-        "slots 1 … k all accepted": "1: 46% 2: 20% 3: 10%",
+        "slots 1 … k all accepted": "1: 46%, 2: 20%, 3: 10%",
         "plain → with the draft": "18.5 → 24.4 tokens/s",
         "speed-up (median of the prompts)": "1.36×",
         "answers identical token by token": "4 of 16",
@@ -127,7 +130,7 @@ def test_every_fact_is_printed_and_none_is_missing(config, tmp_path):
         "software": "torch 2.14",
         "seed": "7",
     }
-    assert "| held-out rows | 206 | 2.500 | 2.22 | 1.91 | 1.90 | 1: 50% 2: 25% 3: 12% |" in card.content
+    assert "| held-out rows | 206 | 2.500 | 2.22 | 1.91 | 1.90 | 1: 50%, 2: 25%, 3: 12% |" in card.content
     assert rows_in(card.content, "The draft") == {
         "target": "some-org/some-target",
         "target revision": "0123abc",
@@ -232,7 +235,7 @@ def test_what_is_no_number_is_not_printed_as_one(config, tmp_path):
     rows = rows_in(content, "Measured: generation")
     assert rows["acceptance length"] == f"{undefined} of 4"
     assert rows["speed-up (median of the prompts)"] == "infinite×"
-    assert rows["slots 1 … k all accepted"] == f"1: {undefined} 2: {undefined} 3: {undefined}"
+    assert rows["slots 1 … k all accepted"] == f"1: {undefined}, 2: {undefined}, 3: {undefined}"
     assert (
         f"| held-out rows | 1 | {undefined} | {undefined} | {NOT_RECORDED} | {NOT_RECORDED} | 1: {undefined}"
         in content
@@ -373,23 +376,41 @@ def test_a_folder_without_facts_gives_configuration_and_parameters(draft, tmp_pa
     assert card.steps is card.measured is card.training_data is None
 
 
+def test_a_serving_folder_is_read_too(draft, tmp_path):
+    draft.config.target_name_or_path = "some-org/some-target"
+    folder = save_in_layout(draft, tmp_path / "x-DFlash", "serving")
+    card = DraftCard.from_folder(folder)
+    assert card.config.target_layer_ids == [0, 2]
+    assert card.config.block_size == 4
+    assert card.num_parameters == sum(parameter.numel() for parameter in draft.parameters())
+
+
 def test_folders_and_facts_that_cannot_be_read_are_named(draft, tmp_path):
-    with pytest.raises(ValueError, match=r"no readable config\.json.*saved draft"):
+    with pytest.raises(OSError, match=r"holds no config\.json"):
         DraftCard.from_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ValueError, match=r"not that of a draft saved by this package.*config="):
+    with pytest.raises(ValueError, match="no DFlash draft"):
         DraftCard.from_folder(tmp_path)
     draft.save_pretrained(tmp_path)
-    for content, words in (
-        ("{", "is no JSON"),
-        ("[]", "must hold names and values, not list"),
-        ('{"title": "x", "fame": 1}', "does not hold the facts.*fame"),
-        ("{}", "does not hold the facts.*title"),
-        ('{"title": "x", "measured": {"accept_len": 1}}', "does not hold the facts.*num_prompts"),
+    for content, kind, words in (
+        ("{", OSError, "not valid JSON"),
+        ("[]", OSError, "must hold a JSON object, not list"),
+        ('{"title": "x", "fame": 1}', ValueError, "does not hold the facts.*fame"),
+        ("{}", ValueError, "does not hold the facts.*title"),
+        ('{"title": "x", "measured": {"accept_len": 1}}', ValueError, "does not hold the facts.*num_prompts"),
     ):
         (tmp_path / FACTS_NAME).write_text(content)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(kind, match=words):
             DraftCard.from_folder(tmp_path)
+
+
+def test_half_written_facts_end_no_run(target, tmp_path, caplog):
+    trainer = make_trainer(target, tmp_path, max_steps=1)
+    (tmp_path / "out" / FACTS_NAME).write_text('{"title": "x')
+    with caplog.at_level(logging.WARNING, logger="dflash_hf.card_writer"):
+        trainer.create_model_card()
+    assert "The facts of an earlier card are replaced" in caplog.text
+    assert DraftCard.from_folder(tmp_path / "out", trainer.draft.config).title == "out"
 
 
 def test_an_edited_or_foreign_readme_is_kept_and_its_own_is_replaced(config, tmp_path, caplog):
@@ -423,9 +444,10 @@ def test_an_edited_or_foreign_readme_is_kept_and_its_own_is_replaced(config, tmp
 
 def test_the_picture_shows_generation_or_else_held_out_rows_and_goes_when_there_is_none(config, tmp_path):
     card = DraftCard(config=config, **FULL)
-    assert f"]({PICTURE_NAME})" in reloaded(card, tmp_path).content
+    assert f"![For each drafted slot: slots 1 … k accepted]({PICTURE_NAME})" in reloaded(card, tmp_path).content
     generation = (tmp_path / PICTURE_NAME).read_bytes()
-    write_model_card(tmp_path, dataclasses.replace(card, measured=None))
+    content = reloaded(dataclasses.replace(card, measured=None), tmp_path).content
+    assert f"![For each drafted slot: slot k right]({PICTURE_NAME})" in content
     assert (tmp_path / PICTURE_NAME).read_bytes() != generation
     bare = dataclasses.replace(card, measured=None, evaluations=())
     assert PICTURE_NAME not in reloaded(bare, tmp_path).content
@@ -433,11 +455,25 @@ def test_the_picture_shows_generation_or_else_held_out_rows_and_goes_when_there_
 
 
 def test_without_matplotlib_the_card_says_so_in_words(config, tmp_path, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    write_model_card(tmp_path, DraftCard(config=config, **FULL))
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     content = reloaded(DraftCard(config=config, **FULL), tmp_path).content
     assert "Per-slot picture: matplotlib was not installed when this card was written" in content
     assert not (tmp_path / PICTURE_NAME).exists()
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "model_cards").iterdir()), ids=lambda folder: folder.name)
+def test_published_cards_are_what_their_facts_render_to(folder):
+    """After a change of the template: `write_model_card(folder, DraftCard.from_folder(folder))`."""
+    card = DraftCard.from_folder(folder)
+    assert (folder / "README.md").read_text() == str(card.render(PICTURE_NAME))
+    results = json.loads((folder / "results.json").read_text())
+    assert card.measured.as_dict() == results["summary"]
+    environment = {"hardware": card.protocol.hardware, "software": card.protocol.software}
+    assert environment == results["environment"]
+    assert (card.steps, card.epochs) == (results["training"]["steps"], results["training"]["epochs"])
+    assert (folder / PICTURE_NAME).is_file()
 
 
 # ---- snippets ----
@@ -492,7 +528,7 @@ def test_every_checkpoint_has_a_card_with_the_numbers_of_its_step(target, tmp_pa
         line = next(line for line in card.splitlines() if line.startswith(f"| held-out rows | {step} |"))
         assert line.startswith(
             f"| held-out rows | {step} | {metrics['eval_loss']:.3f} | {metrics['eval_accept_len']:.2f} | "
-            f"{metrics['eval_serving_accept_len']:.2f} | not recorded | 1: {metrics['eval_slot_accuracy_1']:.0%} "
+            f"{metrics['eval_serving_accept_len']:.2f} | not recorded | 1: {metrics['eval_slot_accuracy_1']:.0%}, "
         )
         rows = rows_in(card, "Training")
         assert rows["optimizer steps"] == str(step)
@@ -519,6 +555,78 @@ def test_every_checkpoint_has_a_card_with_the_numbers_of_its_step(target, tmp_pa
     final = ModelCard.load(tmp_path / "final" / "README.md")
     assert final.data.license == "mit"
     assert rows_in(final.content, "Training")["optimizer steps"] == "4"
+
+
+def test_the_card_of_the_best_weights_names_their_step_and_a_resumed_run_has_the_same_card(target, tmp_path):
+    rows = rows_of(target)
+    schedule = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = make_trainer(target, tmp_path, rows=rows, eval_rows=rows[:2], **schedule, **best)
+    trainer.train()
+    assert trainer.state.best_global_step == 2  # the higher loss, so that the best is not the last
+    whole = (tmp_path / "out" / "checkpoint-4" / "README.md").read_text()
+    assert rows_in(whole, "Training")["optimizer steps"] == "4"
+    trainer.save_model()
+    found = DraftCard.from_folder(tmp_path / "out")
+    assert (found.steps, found.last_step) == (2, 4)
+    assert [evaluation.step for evaluation in found.evaluations] == [2]
+    trainer.evaluate()
+    assert trainer.draft_card().evaluations == found.evaluations  # the same weights, evaluated once more
+    again = make_trainer(target, tmp_path, rows=rows, eval_rows=rows[:2], **schedule, **best)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert (tmp_path / "out" / "checkpoint-4" / "README.md").read_text() == whole
+
+
+def test_the_card_after_the_command_names_data_arguments_and_evaluation(saved_target, tmp_path, monkeypatch):
+    rows, out = tmp_path / "some_rows.jsonl", tmp_path / "draft"
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2, as ever."}]
+    rows.write_text((json.dumps({"messages": messages}) + "\n") * 5)
+    arguments = (
+        f"--max_steps 2 --draft_layers 1 --num_target_layers 2 --block_size 4 --learning_rate 1e-3 --eval_rows 1 \
+        --answers_by_target True --draft_license mit --target {saved_target()} --dataset {rows} --output_dir {out}"
+    )
+    monkeypatch.setattr(sys, "argv", ["dflash-hf", "train", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    written = (out / "README.md").read_text()
+    assert is_own_card(written)
+    assert str(tmp_path) not in written + (out / FACTS_NAME).read_text()
+    card = ModelCard.load(out / "README.md")
+    assert card.data.license == "mit"
+    assert card.data.get("base_model") is card.data.get("datasets") is None
+    training = rows_in(card.content, "Training")
+    assert training["data"] == "the file some_rows.jsonl"
+    assert training["answers written by the target"] == "yes"
+    assert training["rows"] == "4"
+    assert {name: value for name, value in training.items() if name.startswith("`")} == {
+        "`max_steps`": "2",
+        "`learning_rate`": "0.001",
+        "`bf16`": "True",
+    }
+    draft = rows_in(card.content, "The draft")
+    assert draft["target"] == "local folder target"
+    assert draft["chat-template arguments"] == "none"
+    assert draft["mask token"] == "261 (an embedding row that no token uses)"
+    assert "| held-out rows | 2 | " in card.content  # evaluated after the draft was saved
+
+
+def test_rows_are_named_without_their_path(tmp_path):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "rows.jsonl").write_text("")
+    named = {
+        str(tmp_path / "secret" / "rows.jsonl"): "the file rows.jsonl",
+        str(tmp_path / "secret"): "secret, split train",
+        "some-org/some-data": "some-org/some-data, main, split train",
+    }
+    for name, words in named.items():
+        config = "main" if words.count(",") == 2 else None
+        assert describe_rows(DraftAndDataArguments(dataset=name, dataset_config=config)) == words
+
+
+def test_the_mask_token_is_named_by_its_text_or_as_an_unused_row(tokenizer):
+    assert mask_token_in_words(tokenizer, tokenizer.pad_token_id) == "<|pad|>"
+    assert mask_token_in_words(tokenizer, 270) == "an embedding row that no token uses"
 
 
 def test_create_model_card_takes_what_trainer_takes(target, tmp_path):
@@ -598,7 +706,7 @@ def test_only_the_main_process_writes_and_an_edited_card_of_a_run_is_kept(target
 
 
 def test_a_checkpoint_that_is_pushed_while_training_has_its_card_in_time(target, tmp_path):
-    """Trainer uploads the output folder and the checkpoint before it tells anyone that it has saved."""
+    """Trainer uploads a checkpoint before it tells anyone that it has saved it."""
     trainer = make_trainer(target, tmp_path, max_steps=1)
     checkpoint = tmp_path / "out" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
@@ -609,7 +717,6 @@ def test_a_checkpoint_that_is_pushed_while_training_has_its_card_in_time(target,
     writer.on_train_begin(trainer.args, trainer.state, trainer.control)
     writer.on_push_begin(trainer.args, trainer.state, trainer.control)
     assert is_own_card((checkpoint / "README.md").read_text())
-    assert is_own_card((tmp_path / "out" / "README.md").read_text())
 
 
 def state_of(history: list[dict], **overrides) -> SimpleNamespace:
