@@ -131,7 +131,8 @@ def card_of_run(
         args ([`DFlashTrainingArguments`]): of the run.
         state (`TrainerState`): its step and its log.
         draft ([`DFlashDraftModel`]): what is trained.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's; names the mask token.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's; names the mask token, and says whether
+            there is a chat template.
         counts ([`RowCounts`], *optional*): of the training set.
         is_text (`bool`, defaults to `False`): the rows were texts or messages, so that the chat-template arguments of
             the configuration, or none, are those they were rendered with.
@@ -149,6 +150,7 @@ def card_of_run(
         **training_facts(args, state),
     }
     if tokenizer is not None:
+        facts["has_chat_template"] = bool(tokenizer.chat_template)
         facts["mask_token"] = mask_token_in_words(tokenizer, draft.config.mask_token_id)
     if is_text:
         facts["chat_template_kwargs"] = draft.config.chat_template_kwargs or {}
@@ -266,8 +268,9 @@ def write_card_of_run(folder: str | Path, card: DraftCard) -> bool:
             logger.warning(f"The facts of an earlier card are replaced: {error}")
     if earlier is not None:
         # Equal to the last digit: of the same weights, or of those of a repetition.
-        same = ("steps", "train_loss", "train_accept_len", "seed", "training_arguments", "num_parameters")
-        if card.train_loss is not None and all(getattr(card, name) == getattr(earlier, name) for name in same):
+        same = ("steps", "train_loss", "train_accept_len", "seed", "training_arguments", "num_rows", "num_tokens")
+        is_told = card.steps is not None and (card.train_loss is not None or card.num_tokens is not None)
+        if is_told and all(getattr(card, name) == getattr(earlier, name) for name in same):
             unknown = [item.name for item in fields(card) if getattr(card, item.name) in (None, (), "")]
             card = replace(card, **{name: getattr(earlier, name) for name in unknown})
             if card.measured is earlier.measured:

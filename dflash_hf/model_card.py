@@ -118,6 +118,8 @@ class DraftCard:
         title (`str`): heading, and what the usage snippets load while `native_repo` is unknown.
         target_id (`str`, *optional*): Hub name of the target.
         target_folder (`str`, *optional*): name (no path) of the folder of a target that is not on the Hub.
+        has_chat_template (`bool`, *optional*): whether the target's tokenizer has a chat template; the usage snippets
+            ask in plain text where it has none.
         chat_template_kwargs (`Mapping`, *optional*): chat-template arguments of the training rows; empty if there
             were none.
         mask_token (`str`, *optional*): text of the mask token.
@@ -150,6 +152,7 @@ class DraftCard:
     title: str
     target_id: str | None = None
     target_folder: str | None = None
+    has_chat_template: bool | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     mask_token: str | None = None
     num_parameters: int | None = None
@@ -289,9 +292,6 @@ class DraftCard:
         folder = _serving_folder(draft)
         serving = self.serving_repo or folder
         speculative = {"method": "dflash", "model": serving, "num_speculative_tokens": config.block_size - 1}
-        arguments = 'chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-        if self.chat_template_kwargs:
-            arguments = f"\n    {arguments}, **{dict(self.chat_template_kwargs)!r}\n"
         card = ModelCard.from_template(
             self.metadata(),
             template_path=str(TEMPLATE),
@@ -301,7 +301,7 @@ class DraftCard:
             block_size=config.block_size,
             target_literal=json.dumps(target, ensure_ascii=False),
             draft_literal=json.dumps(draft, ensure_ascii=False),
-            inputs=f"inputs = tokenizer.apply_chat_template({arguments})",
+            inputs=self._inputs(),
             native_repo=code(self.native_repo) if self.native_repo is not None else None,
             serving_repo=code(self.serving_repo) if self.serving_repo is not None else None,
             convert=shlex.join(["dflash-hf", "convert", draft, folder, "--layout", "serving"]),
@@ -320,6 +320,16 @@ class DraftCard:
         )
         content = str(card).rstrip("\n") + "\n"
         return ModelCard(content + _mark(content))
+
+    def _inputs(self) -> str:
+        """Lines of a snippet that make `inputs` of a question."""
+        if self.has_chat_template is False:
+            return 'inputs = tokenizer("12 times 13 is", return_tensors="pt")'
+        arguments = 'chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        if self.chat_template_kwargs:
+            arguments = f"\n    {arguments}, **{dict(self.chat_template_kwargs)!r}\n"
+        chat = 'chat = [{"role": "user", "content": "What is 12 times 13?"}]'
+        return f"{chat}\ninputs = tokenizer.apply_chat_template({arguments})"
 
     def _target_in_words(self) -> str:
         if self.target_id is not None:
@@ -367,6 +377,7 @@ class DraftCard:
         return [
             ("target", self.target_id or (f"local folder {self.target_folder}" if self.target_folder else None)),
             ("target revision", config.target_revision),
+            ("chat template", self.has_chat_template),
             ("chat-template arguments", arguments_in_words(self.chat_template_kwargs)),
             ("block size", config.block_size),
             ("target layers read", f"{config.target_layer_ids} of {config.target_num_hidden_layers}, counted from 0"),

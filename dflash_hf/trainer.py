@@ -378,10 +378,12 @@ class DFlashTrainer(Trainer):
             serving_repo (`str`, *optional*): Hub name of the same draft in the layout of serving engines.
             language, license, tags, model_name, dataset_tags, dataset, dataset_args: as in Trainer; they come before
                 what the arguments and the configuration say.
-            tasks: not used, since a draft has one.
+            tasks: not used (a warning says so): a draft has the one of its target.
         """
         if not self.is_world_process_zero():
             return
+        if tasks is not None:
+            logger.warning(f"tasks={tasks!r} is not used: the task of a draft is text-generation.")
         told: dict[str, Any] = {
             "languages": as_tuple(language),
             "license": license,

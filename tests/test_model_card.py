@@ -60,6 +60,7 @@ SUMMARY = Summary(
 FULL = {
     "title": "my-draft",
     "target_id": "some-org/some-target",
+    "has_chat_template": True,
     "chat_template_kwargs": {"enable_thinking": False},
     "mask_token": "<|mask|>",
     "num_parameters": 1234567,
@@ -134,6 +135,7 @@ def test_every_fact_is_printed_and_none_is_missing(config, tmp_path):
     assert rows_in(card.content, "The draft") == {
         "target": "some-org/some-target",
         "target revision": "0123abc",
+        "chat template": "yes",
         "chat-template arguments": "enable_thinking=False",
         "block size": "4",
         "target layers read": "[0, 2] of 4, counted from 0",
@@ -415,7 +417,7 @@ def test_half_written_facts_end_no_run(target, tmp_path, caplog):
 
 def test_an_edited_or_foreign_readme_is_kept_and_its_own_is_replaced(config, tmp_path, caplog):
     path = tmp_path / "README.md"
-    card = DraftCard(config=config, **FULL)
+    card = DraftCard(config=config, **{**FULL, "measured": None, "evaluations": ()})  # no picture to draw
     later = dataclasses.replace(card, steps=999)
     assert write_model_card(tmp_path, card)
     written = path.read_text()
@@ -507,6 +509,35 @@ def test_the_transformers_snippets_run_against_the_saved_folder(saved_target, tm
     *_, tokens, module = result.stdout.splitlines()
     assert module.startswith("transformers_modules.")
     assert json.loads(tokens) == names["output"].tolist()
+
+
+def test_the_guides_way_to_add_a_measurement_runs(saved_target, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))
+    draft = make_draft(target, mask_token_id=270)
+    draft.save_pretrained(tmp_path / "my-draft")
+    (block,) = [block for block in snippets((ROOT / "docs" / "training.md").read_text()) if "DraftCard" in block]
+    names = {"target": target, "draft": draft, "tokenizer": tokenizer}
+    exec(compile(block, "docs/training.md", "exec"), names)
+    rows = rows_in(ModelCard.load(tmp_path / "my-draft" / "README.md").content, "Measured: generation")
+    assert rows["acceptance length"] == f"{names['card'].measured.accept_len:.2f} of 4"
+    assert rows["answers identical token by token"] == "1 of 1"
+    assert rows["prompts"] == "one sum"
+    assert NOT_RECORDED in rows.values()  # which loop, say
+
+
+def test_a_target_without_a_chat_template_is_asked_in_plain_text(saved_target, tokenizer, tmp_path, capsys):
+    target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))
+    tokenizer.chat_template = None
+    (Path(target.name_or_path) / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(target.name_or_path)
+    draft = make_draft(target, mask_token_id=270)
+    draft.save_pretrained(tmp_path / "saved")
+    card = DraftCard.from_config(draft.config, str(tmp_path / "saved"), has_chat_template=False)
+    content = card.render().content
+    assert "apply_chat_template" not in content
+    exec(compile(snippets(content)[0].replace("path/to/target", target.name_or_path), "card", "exec"), {})
+    assert capsys.readouterr().out
 
 
 # ---- training ----
@@ -606,6 +637,7 @@ def test_the_card_after_the_command_names_data_arguments_and_evaluation(saved_ta
     }
     draft = rows_in(card.content, "The draft")
     assert draft["target"] == "local folder target"
+    assert draft["chat template"] == "yes"
     assert draft["chat-template arguments"] == "none"
     assert draft["mask token"] == "261 (an embedding row that no token uses)"
     assert "| held-out rows | 2 | " in card.content  # evaluated after the draft was saved
@@ -629,7 +661,7 @@ def test_the_mask_token_is_named_by_its_text_or_as_an_unused_row(tokenizer):
     assert mask_token_in_words(tokenizer, 270) == "an embedding row that no token uses"
 
 
-def test_create_model_card_takes_what_trainer_takes(target, tmp_path):
+def test_create_model_card_takes_what_trainer_takes(target, tmp_path, caplog):
     trainer = make_trainer(target, tmp_path, rows=rows_of(target, count=2))
     trainer.create_model_card(
         language="en",
@@ -641,7 +673,9 @@ def test_create_model_card_takes_what_trainer_takes(target, tmp_path):
         dataset="Some data",
         dataset_args="split train",
         serving_repo="me/x-DFlash",
+        tasks="text-generation",
     )
+    assert "tasks='text-generation' is not used" in caplog.text
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.to_dict() == {
         "base_model": "some-org/some-target",
@@ -660,8 +694,9 @@ def test_create_model_card_takes_what_trainer_takes(target, tmp_path):
     assert "`me/x-DFlash`" in card.content
 
 
-def test_measurements_and_words_outlive_the_next_save_of_the_same_weights_alone(target, tmp_path):
-    trainer = make_trainer(target, tmp_path, max_steps=2)
+@pytest.mark.parametrize("logging_steps", [1, 500])
+def test_measurements_and_words_outlive_the_next_save_of_the_same_weights_alone(target, tmp_path, logging_steps):
+    trainer = make_trainer(target, tmp_path, max_steps=2, logging_steps=logging_steps)
     trainer.train()
     trainer.save_model()
     folder = tmp_path / "out"
@@ -674,7 +709,7 @@ def test_measurements_and_words_outlive_the_next_save_of_the_same_weights_alone(
     again = DraftCard.from_folder(folder)
     assert {name: getattr(again, name) for name in added} == added
     assert again.license == "mit"
-    other = make_trainer(target, tmp_path, max_steps=2, learning_rate=5e-3)
+    other = make_trainer(target, tmp_path, max_steps=2, logging_steps=logging_steps, learning_rate=5e-3)
     other.train()
     other.save_model()
     card = DraftCard.from_folder(folder)

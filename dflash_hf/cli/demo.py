@@ -101,7 +101,7 @@ def demo(
         rows_used = answers[: rows + EVAL_ROWS]
         card = _train(draft, model, tokenizer, rows_used, args, console)
         draft.save_pretrained(draft_dir)
-        write_model_card(draft_dir, card, overwrite=retrain)
+        write_model_card(draft_dir, card)
     else:
         console.print(f"Using the draft in {draft_dir} (--retrain makes a new one).")
 
