@@ -160,6 +160,8 @@ def card_of_run(
         hub_id, folder = hub_id_or_folder(draft.name_or_path)
         facts["initialized_from"] = hub_id or (f"a draft in a local folder, {folder}" if folder else "random weights")
         facts.update(environment())
+        if args.world_size > 1:
+            facts["hardware"] = f"{args.world_size} processes, each with {facts['hardware']}"
     title = (native_repo or Path(str(args.output_dir)).resolve().name).rsplit("/", 1)[-1]
     return DraftCard.from_config(draft.config, title, **facts)
 

@@ -404,7 +404,7 @@ class DraftCard:
             ("started from", self.initialized_from),
             ("optimizer steps", steps),
             ("epochs", words(self.epochs, "{:.4g}")),
-            ("tokens trained on", words(self.tokens_seen, "{:,}")),
+            ("input tokens, as Trainer counts them", words(self.tokens_seen, "{:,}")),
             ("loss, last logged", number(self.train_loss, 3)),
             ("acceptance length of trained blocks, last logged", number(self.train_accept_len)),
             ("seed", self.seed),

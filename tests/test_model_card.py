@@ -156,7 +156,7 @@ def test_every_fact_is_printed_and_none_is_missing(config, tmp_path):
         "started from": "random weights",
         "optimizer steps": "206",
         "epochs": "2.125",
-        "tokens trained on": "54,321",
+        "input tokens, as Trainer counts them": "54,321",
         "loss, last logged": "3.142",
         "acceptance length of trained blocks, last logged": "1.75",
         "seed": "42",
@@ -659,6 +659,14 @@ def test_rows_are_named_without_their_path(tmp_path):
 def test_the_mask_token_is_named_by_its_text_or_as_an_unused_row(tokenizer):
     assert mask_token_in_words(tokenizer, tokenizer.pad_token_id) == "<|pad|>"
     assert mask_token_in_words(tokenizer, 270) == "an embedding row that no token uses"
+
+
+def test_several_processes_are_told(target, tmp_path, monkeypatch):
+    trainer = make_trainer(target, tmp_path)
+    trainer.state.global_step = 1
+    one = trainer.draft_card().hardware
+    monkeypatch.setattr(DFlashTrainingArguments, "world_size", 2)
+    assert trainer.draft_card().hardware == f"2 processes, each with {one}"
 
 
 def test_create_model_card_takes_what_trainer_takes(target, tmp_path, caplog):
