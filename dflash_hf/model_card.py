@@ -92,7 +92,7 @@ class Protocol:
         max_new_tokens (`int`, *optional*): longest answer in tokens.
         dtype (`str`, *optional*): of target and draft.
         decoding (`str`, *optional*): which loop, which batch size, in words.
-        target_weights (`str`, *optional*): the target's weights, where they were not those of its repository.
+        target_weights (`str`, *optional*): whether they were those of the target's repository, or quantised, in words.
         hardware, software (`str`, *optional*): as [`environment`] gives them.
         seed (`int`, *optional*): of sampling.
     """
@@ -302,7 +302,6 @@ class DraftCard:
             target_literal=json.dumps(target, ensure_ascii=False),
             draft_literal=json.dumps(draft, ensure_ascii=False),
             inputs=self._inputs(),
-            native_repo=code(self.native_repo) if self.native_repo is not None else None,
             serving_repo=code(self.serving_repo) if self.serving_repo is not None else None,
             convert=shlex.join(["dflash-hf", "convert", draft, folder, "--layout", "serving"]),
             vllm=shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]),
@@ -358,13 +357,12 @@ class DraftCard:
             ("temperature", "0 (greedy)" if temperature == 0 else temperature),
             ("longest answer", words(protocol.max_new_tokens, "{} tokens")),
             ("dtype", protocol.dtype),
+            ("target's weights", protocol.target_weights),
             ("decoding", protocol.decoding),
             ("hardware", protocol.hardware),
             ("software", protocol.software),
             ("seed", "none needed (greedy)" if temperature == 0 and protocol.seed is None else protocol.seed),
         ]
-        if protocol.target_weights is not None:  # by default they are those of the target's repository
-            rows.append(("target's weights", protocol.target_weights))
         return rows
 
     def _draft_rows(self) -> list[tuple[str, Any]]:

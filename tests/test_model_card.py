@@ -83,7 +83,7 @@ FULL = {
     "software": "torch 2.13.0",
     "evaluations": (Evaluation(206, None, 2.5, 2.219, 1.91, 1.9, (0.5, 0.25, 0.125)),),
     "measured": SUMMARY,
-    "protocol": Protocol("16 questions", 0.7, 160, "bfloat16", "batch 1", None, "one GPU", "torch 2.14", 7),
+    "protocol": Protocol("16 questions", 0.7, 160, "bfloat16", "batch 1", "as published", "one GPU", "torch 2.14", 7),
     "limits": "English only.",
     "native_repo": "me/my-draft",
     "serving_repo": "me/my-draft-DFlash",
@@ -126,6 +126,7 @@ def test_every_fact_is_printed_and_none_is_missing(config, tmp_path):
         "temperature": "0.7",
         "longest answer": "160 tokens",
         "dtype": "bfloat16",
+        "target's weights": "as published",
         "decoding": "batch 1",
         "hardware": "one GPU",
         "software": "torch 2.14",
@@ -213,7 +214,7 @@ def test_each_missing_fact_by_itself_prints_not_recorded(name, config):
     assert NOT_RECORDED in card.render("x.png").content
 
 
-@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(Protocol) if item.name != "target_weights"])
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(Protocol)])
 def test_each_missing_fact_of_the_protocol_prints_not_recorded(name, config):
     protocol = dataclasses.replace(FULL["protocol"], **{name: None})
     card = DraftCard(config=config, **{**FULL, "protocol": protocol})

