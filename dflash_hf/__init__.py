@@ -8,6 +8,7 @@ from .configuration_dflash import DFlashConfig
 from .decoding import DFlashGenerateOutput, dflash_decoding, speculative_generate
 from .decoding_statistics import DecodingStatistics
 from .layouts import native_values
+from .model_card import DraftCard, write_model_card
 from .modeling_dflash import DFlashBody, DFlashDraftModel, UntiedDraftError
 from .trainer import DFlashTrainer
 from .training_args import DFlashTrainingArguments
@@ -33,10 +34,12 @@ __all__ = [
     "DFlashTrainer",
     "DFlashTrainingArguments",
     "DecodingStatistics",
+    "DraftCard",
     "UntiedDraftError",
     "build_dflash_batch_plan",
     "convert_checkpoint",
     "dflash_decoding",
     "save_in_layout",
     "speculative_generate",
+    "write_model_card",
 ]

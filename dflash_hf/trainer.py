@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from .attention_mask import attention_kind
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
 from .block_losses import BlockLosses, block_losses
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
+from .card_writer import ModelCardWriter, as_tuple, card_of_run, rows_are_text, write_card_of_run
 from .data import PREPARED_COLUMNS, DFlashCollator, PreparedStream, prepare_rows
 from .evaluation import generated_accept_len, plain_forward
 from .losses import loss_denominator
 from .metrics import row_statistics, summarize
+from .model_card import DraftCard
 from .modeling_dflash import DFlashDraftModel
 from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
 from .packing import documents_of, states_of_packed_rows
@@ -40,7 +43,7 @@ from .state_cache import (
 )
 from .target import target_hidden_states, target_logits_function, without_peft
 from .training_args import DFlashTrainingArguments
-from .training_checks import TrainingSummary, check_target_states, summarize_training, warn_of_dtypes
+from .training_checks import RowCounts, TrainingSummary, check_target_states, summarize_training, warn_of_dtypes
 
 logger = logging.get_logger(__name__)
 
@@ -147,6 +150,9 @@ class DFlashTrainer(Trainer):
         self._stop_on_signal = StopOnSignal(self._any_rank if self.accelerator.num_processes > 1 else None)
         self.add_callback(self._stop_on_signal)
         self.add_callback(AcceptanceWatch(self.time_budget))
+        self.add_callback(ModelCardWriter(self.draft_card))
+        self._rows_are_text = rows_are_text(train_dataset)
+        self._row_counts: RowCounts | None = None
         if getattr(target, "hf_device_map", None) is None and target.device != args.device:
             nn.Module.to(target, args.device)
         # Losses that compare with the target's logits make them from its final state.
@@ -287,7 +293,9 @@ class DFlashTrainer(Trainer):
         """
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if self.is_world_process_zero():
-            logger.warning_advice(str(self.summary()))
+            summary = self.summary()
+            self._row_counts = summary.counts
+            logger.warning_advice(str(summary))
             warn_of_dtypes(self.args, self.draft, self.target)
         if self.args.cache_target_states is not None:
             self.cache_states(documents_of(self.train_dataset))
@@ -332,11 +340,73 @@ class DFlashTrainer(Trainer):
         with target_out_of_sight(self.draft):
             return super()._prepare_for_training(*args, **kwargs)
 
+    def draft_card(self) -> DraftCard:
+        """
+        The facts of this run and of the draft as it is now.
+
+        Returns:
+            [`DraftCard`]; [`write_model_card`] renders it.
+        """
+        return card_of_run(
+            self.args,
+            self.state,
+            self.draft,
+            self.processing_class if isinstance(self.processing_class, PreTrainedTokenizerBase) else None,
+            self._row_counts,
+            is_text=self._rows_are_text,
+            native_repo=self.hub_model_id or self.args.hub_model_id,
+        )
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+        serving_repo: str | None = None,
+    ) -> None:
+        """
+        Keeps Trainer's contract: `README.md` in `output_dir`. A README that somebody has edited is kept.
+
+        Args:
+            finetuned_from (`str`, *optional*): Hub name of the target.
+            serving_repo (`str`, *optional*): Hub name of the same draft in the layout of serving engines.
+            language, license, tags, model_name, dataset_tags, dataset, dataset_args: as in Trainer; they come before
+                what the arguments and the configuration say.
+            tasks: not used (a warning says so): a draft has the one of its target.
+        """
+        if not self.is_world_process_zero():
+            return
+        if tasks is not None:
+            logger.warning(f"tasks={tasks!r} is not used: the task of a draft is text-generation.")
+        told: dict[str, Any] = {
+            "languages": as_tuple(language),
+            "license": license,
+            "tags": as_tuple(tags),
+            "title": model_name,
+            "target_id": finetuned_from,
+            "dataset_ids": as_tuple(dataset_tags),
+            "training_data": ", ".join([*as_tuple(dataset), *as_tuple(dataset_args)]),
+            "serving_repo": serving_repo,
+        }
+        card = replace(self.draft_card(), **{name: value for name, value in told.items() if value})
+        write_card_of_run(str(self.args.output_dir), card)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Keeps Trainer's contract; next to sharded checkpoints, too, a draft is saved whole: it is small."""
+        """
+        Keeps Trainer's contract; next to sharded checkpoints, too, a draft is saved whole: it is small. Its model card
+        is written beside it.
+        """
         if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
             self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
         super().save_model(output_dir, _internal_call)
+        if not _internal_call and self.is_world_process_zero():
+            write_card_of_run(output_dir or str(self.args.output_dir), self.draft_card())
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Keeps Trainer's contract; FSDP2 put a class of its own over the draft's, which the folder must not name."""

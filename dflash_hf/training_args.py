@@ -11,6 +11,8 @@ from transformers import TrainingArguments
 
 from .losses import LossTerms
 
+DEFAULT_LEARNING_RATES = {True: 2e-3, False: 6e-4}  # by use_muon
+
 
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
@@ -144,6 +146,19 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Stop after this many minutes of optimizer steps; the schedule then follows the clock."},
     )
+    dataset_description: str | None = field(
+        default=None, metadata={"help": "For the model card: what the training rows are, in words."}
+    )
+    answers_by_target: bool | None = field(
+        default=None, metadata={"help": "For the model card: whether this target wrote the answers of the rows."}
+    )
+    draft_license: str | None = field(
+        default=None,
+        metadata={
+            "help": "For the model card: licence of the draft as the Hub spells it ('apache-2.0'). By default the one "
+            "in the card of a target in a local folder, if it has one."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -197,7 +212,7 @@ class DFlashTrainingArguments(TrainingArguments):
         if self.use_muon is None:
             self.use_muon = self.optim == TrainingArguments.__dataclass_fields__["optim"].default
         if self.learning_rate is None:
-            self.learning_rate = 2e-3 if self.use_muon else 6e-4
+            self.learning_rate = DEFAULT_LEARNING_RATES[self.use_muon]
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every weight is used in every pass, even without any block
         if self.bf16 and not torch.accelerator.is_available():

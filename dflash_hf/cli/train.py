@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 from transformers import HfArgumentParser, set_seed
 
+from ..model_card import hub_id_or_folder
 from ..modeling_dflash import DFlashDraftModel
 from ..trainer import DFlashTrainer
 from ..training_args import DFlashTrainingArguments
@@ -74,6 +75,14 @@ def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
     except datasets.exceptions.DatasetGenerationError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"The data file {name} cannot be read as {kind}: {reason}") from error
+
+
+def describe_rows(pair: DraftAndDataArguments) -> str:
+    """What the arguments say of the rows, for the model card: no path, which tells more of its owner than of them."""
+    hub_id, name = hub_id_or_folder(pair.dataset)
+    if hub_id is None and Path(str(pair.dataset)).is_file():
+        return f"the file {name}"
+    return ", ".join(word for word in (hub_id or name, pair.dataset_config, f"split {pair.dataset_split}") if word)
 
 
 def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlashTrainingArguments]:
@@ -151,6 +160,8 @@ def train(context: typer.Context) -> None:
             block_size=pair.block_size,
             mask_token_id=pair.mask_token_id,
         )
+    if args.dataset_description is None:
+        args.dataset_description = describe_rows(pair)
     trainer = DFlashTrainer(
         model=draft, target=target, args=args, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer
     )
@@ -160,3 +171,4 @@ def train(context: typer.Context) -> None:
     console.print(f"Draft saved in {args.output_dir}.")
     if eval_rows is not None:
         console.print(f"Held-out rows: {describe_acceptance(trainer.evaluate())}.")
+    trainer.create_model_card(dataset_tags=hub_id_or_folder(pair.dataset)[0])
