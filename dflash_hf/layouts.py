@@ -246,7 +246,7 @@ def _geometry(raw: Mapping[str, Any]) -> dict[str, Any]:
     model_type = raw.get("model_type") or "qwen3"
     reference: Any = CONFIG_MAPPING["qwen3"]()
     defaults = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else reference
-    values = {name: raw.get(name) for name in SHARED_FIELDS}
+    values: dict[str, Any] = {name: raw.get(name) for name in SHARED_FIELDS}
     for name, value in values.items():
         if value is None and name != "vocab_size" and not name.endswith("_token_id"):
             values[name] = getattr(defaults, name, getattr(reference, name))
