@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy
 import torch
+from huggingface_hub import CommitInfo, run_as_future
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
-from transformers.utils import logging
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, HubStrategy
+from transformers.utils import PushInProgress, logging
 
 from .attention_mask import attention_kind
 from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
@@ -33,6 +35,14 @@ from .packing import documents_of, states_of_packed_rows
 from .processes import check_processes, target_out_of_sight
 from .resuming import RunRecord, check_checkpoint, last_complete_checkpoint, run_values
 from .serving_walk import accepted_at_every_anchor, serving_statistics
+from .sharing import (
+    check_pushing_run,
+    check_repo_names,
+    check_target_name,
+    publish_draft,
+    upload_draft,
+    upload_in_background,
+)
 from .state_cache import (
     DiskStateCache,
     MemoryStateCache,
@@ -103,6 +113,8 @@ class DFlashTrainer(Trainer):
         target = without_peft(target)
         check_processes(args, model, target)
         model.tie_target(target)
+        if args.push_to_hub:
+            check_pushing_run(model.config, HubStrategy(args.hub_strategy))
         # Not frozen with requires_grad_(False): nothing here asks for its gradients, and generate on a CPU would then
         # copy the whole head in every draft step (matmul folds a sliced input only if the weight requires a gradient).
         self.target = target.eval()
@@ -415,6 +427,77 @@ class DFlashTrainer(Trainer):
             super()._save(output_dir, state_dict)
         finally:
             self.draft.__class__ = sharded_class
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        serving_repo: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Keeps Trainer's contract, but the draft's own files and its card are all that goes up.
+
+        Args:
+            serving_repo (`str`, *optional*):
+                Also push the layout of serving engines there, as [`publish_draft`] does.
+            commit_message, blocking, token, revision, private, **kwargs:
+                As in `Trainer.push_to_hub`.
+
+        Returns:
+            `CommitInfo` of the native layout, or a `Future` of it with `blocking=False`; `None` on other processes
+            than the first.
+
+        Raises:
+            ValueError: the draft names a target that is not on the Hub, or `serving_repo` is not usable.
+        """
+        check_target_name(self.draft.config)
+        check_repo_names(self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name, serving_repo)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        token = token or self.args.hub_token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(model_name=str(self.hub_model_id).split("/")[-1], **kwargs)
+        self._finish_current_push()
+        folder, repo_id = str(self.args.output_dir), str(self.hub_model_id)
+        revision = revision or self.args.hub_revision
+        to_hub: dict[str, Any] = {"token": token, "revision": revision, "commit_message": commit_message}
+
+        def push() -> CommitInfo:
+            if serving_repo is None:
+                return upload_draft(folder, repo_id, **to_hub)
+            make_private = self.args.hub_private_repo if private is None else private
+            return publish_draft(folder, repo_id, serving_repo=serving_repo, private=make_private, **to_hub)[repo_id]
+
+        return push() if blocking else run_as_future(push)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Keeps Trainer's contract (in the background, not while the last push runs), but for the pickled states."""
+        strategy = HubStrategy(self.args.hub_strategy)
+        if not self.is_world_process_zero() or strategy == HubStrategy.END:
+            return
+        running = self.push_in_progress.jobs if self.push_in_progress is not None else []
+        if not self.args.hub_always_push and not all(job.done() for job in running):
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        upload = partial(
+            upload_in_background,
+            checkpoint_folder,
+            self.hub_model_id,
+            token=self.args.hub_token,
+            revision=self.args.hub_revision,
+            commit_message=f"Training in progress, step {self.state.global_step}",
+        )
+        jobs = [upload()]
+        if strategy == HubStrategy.ALL_CHECKPOINTS:
+            jobs.append(upload(path_in_repo=Path(checkpoint_folder).name))
+        self.push_in_progress = PushInProgress([*running, *jobs])
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Keeps Trainer's contract; raw rows are taken too."""

@@ -8,12 +8,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hub_stand_in import HubStandIn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -106,3 +107,11 @@ def greedy(target: LlamaForCausalLM, input_ids: torch.Tensor, max_new_tokens: in
         input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens, **kwargs
     )
     return output[0, input_ids.shape[1] :].tolist()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
+    """A Hub in this process, to which huggingface_hub and transformers are connected with an empty cache."""
+    with HubStandIn() as stand_in:
+        stand_in.connect(monkeypatch, tmp_path / "hub_home")
+        yield stand_in

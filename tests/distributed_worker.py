@@ -17,10 +17,13 @@ from typing import Any
 
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import DistributedType
 from conftest import make_draft, make_target
+from hub_stand_in import HubStandIn
+from safetensors.torch import load
 from test_trainer import rows_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -267,6 +270,29 @@ def with_tensor_parallel_target(out: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
+def pushed(out: Path, ranks: int) -> dict[str, Any]:
+    """A sharded run that is pushed, each rank with a Hub of its own: what is there, and how often each rank asked."""
+    draft = make_draft(make_target())
+    draft.config.target_name_or_path = "org/target"
+    saving = {"save_strategy": "steps", "save_steps": 3, "push_to_hub": True, "hub_model_id": "org/trained"}
+    with HubStandIn() as hub, pytest.MonkeyPatch.context() as patch:
+        hub.connect(patch, out / "home")
+        trainer = make_trainer(out, ranks, draft=draft, **saving, **sharding(ranks, SHARDED_FSDP))
+        trainer.train()
+        in_progress = sorted(hub.repositories["org/trained"].files()) if dist.get_rank() == 0 else []
+        trainer.push_to_hub(serving_repo="org/trained-DFlash")
+        num_requests: list[Any] = [None] * ranks
+        dist.all_gather_object(num_requests, len(hub.requests))
+        files = {name: repository.files() for name, repository in hub.repositories.items()}
+    return {
+        "weights": {name: whole(parameter) for name, parameter in trainer.draft.named_parameters()},
+        "in_progress": in_progress,
+        "files": {name: sorted(content) for name, content in files.items()},
+        "tensors": {name: load(content["model.safetensors"]) for name, content in files.items()},
+        "num_requests": num_requests,
+    }
+
+
 SCENARIOS: dict[str, Callable[[Path, int], Any]] = {
     "ddp": trained,
     "ddp_accumulated": lambda out, ranks: trained(
@@ -288,7 +314,7 @@ SCENARIOS: dict[str, Callable[[Path, int], Any]] = {
     "fsdp_muon": lambda out, ranks: resumed(out, ranks, **MUON, **sharding(ranks)),
     "fsdp_sharded_checkpoints": lambda out, ranks: resumed(out, ranks, **ADAMW, **sharding(ranks, SHARDED_FSDP)),
 }
-RANKS_ONLY: dict[str, Callable[[Path, int], Any]] = {"clocks": clocks, "muon_steps": muon_steps}
+RANKS_ONLY: dict[str, Callable[[Path, int], Any]] = {"clocks": clocks, "muon_steps": muon_steps, "pushed": pushed}
 
 
 def sharding(ranks: int, settings: dict[str, Any] = FSDP) -> dict[str, Any]:

@@ -195,6 +195,23 @@ def test_the_ranks_of_a_run_with_a_time_budget_share_one_clock(ranks):
     assert first == second
 
 
+def test_one_rank_of_a_sharded_run_pushes_the_whole_draft_in_both_layouts(ranks):
+    pushed = ranks["pushed"]
+    native = ["README.md", "config.json", "configuration_dflash.py", "model.safetensors", "modeling_dflash.py"]
+    assert pushed["in_progress"] == native
+    assert pushed["files"] == {
+        "org/trained": native,
+        "org/trained-DFlash": ["README.md", "config.json", "model.safetensors"],
+    }
+    for name, dtype in (("org/trained", torch.float32), ("org/trained-DFlash", torch.bfloat16)):
+        tensors = pushed["tensors"][name]
+        assert tensors.keys() == pushed["weights"].keys()
+        assert all(torch.equal(tensors[key], value.to(dtype)) for key, value in pushed["weights"].items())
+    first, *others = pushed["num_requests"]
+    assert first > 0
+    assert others == [0]
+
+
 def test_a_tensor_parallel_draft_has_the_outputs_and_gradients_of_a_whole_one(folder, ranks, single):
     """Both passes of an accumulation window count once, in the norms of the heads too."""
     ours, theirs = ranks["tensor_parallel_passes"], single("tensor_parallel_passes")

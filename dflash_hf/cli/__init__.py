@@ -15,6 +15,7 @@ from .check import check
 from .convert import convert
 from .demo import demo
 from .generate import generate
+from .push import push
 from .regenerate import regenerate
 from .train import train
 
@@ -34,6 +35,7 @@ app.command()(chat)
 app.command()(regenerate)
 app.command()(convert)
 app.command()(check)
+app.command()(push)
 app.add_typer(bench, name="bench")
 
 

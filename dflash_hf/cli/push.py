@@ -1,0 +1,30 @@
+"""`dflash-hf push`: a saved draft goes to the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..sharing import publish_draft
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of the saved draft.")],
+    repo: Annotated[str, typer.Argument(help="Repository for transformers, for example me/my-draft.")],
+    serving_repo: Annotated[
+        str | None, typer.Option(help="Also push the layout for vLLM and SGLang there; needs DFlash in its name.")
+    ] = None,
+    target_name: Annotated[
+        str | None, typer.Option(help="Hub name of the target; needed if the draft names its target by a folder.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make new repositories private.")] = False,
+) -> None:
+    """Push a saved draft and its card to the Hub, as the user who is logged in (hf auth login)."""
+    console = Console()
+    console.print(f"Pushing the draft in {folder} ...", soft_wrap=True)
+    commits = publish_draft(folder, repo, serving_repo=serving_repo, target_name=target_name, private=private or None)
+    for layout, commit in zip(("native", "serving"), commits.values(), strict=False):
+        console.print(f"{layout} layout: {commit.repo_url}", soft_wrap=True)

@@ -1,0 +1,317 @@
+"""Share a draft through the Hub: its own files and its card, and nothing that a training run leaves beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import CommitInfo, auth_check, create_branch, create_repo, run_as_future, upload_folder
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+
+from .checkpoints import save_in_layout
+from .configuration_dflash import DFlashConfig
+from .model_card import CARD_NAME, DraftCard, write_model_card
+from .modeling_dflash import DFlashDraftModel
+
+logger = logging.get_logger(__name__)
+
+CODE_FILES = ("configuration_dflash.py", "modeling_dflash.py")
+WEIGHT_PATTERNS = ["model*.safetensors", SAFE_WEIGHTS_INDEX_NAME]
+
+
+def draft_files(folder: str | os.PathLike[str]) -> list[str]:
+    """
+    Name the files of a folder that belong to the draft saved in it.
+
+    Args:
+        folder (`str` or `PathLike`): where a draft was saved, in any layout.
+
+    Returns:
+        `list[str]`: configuration and weights; source files, card and the pictures that the card shows, where they
+        are there. Whatever else is in the folder is not named.
+
+    Raises:
+        ValueError: configuration or weights are missing, or an index names a file outside the folder.
+    """
+    folder = Path(folder)
+    if (folder / SAFE_WEIGHTS_NAME).is_file() or not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        needed = [CONFIG_NAME, SAFE_WEIGHTS_NAME]
+    else:
+        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+        needed = [CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *sorted(set(index["weight_map"].values()))]
+    missing = [name for name in needed if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{str(folder)!r} is not the folder of a saved draft: it has no {', '.join(missing)}. Give a folder that "
+            "draft.save_pretrained or the trainer wrote."
+        )
+    return [*needed, *(name for name in CODE_FILES if (folder / name).is_file()), *_card_files(folder)]
+
+
+def _card_files(folder: Path) -> list[str]:
+    """The card, if there is one, and the pictures beside it that it shows."""
+    card = folder / CARD_NAME
+    if not card.is_file():
+        return []
+    pictures = re.findall(r"!\[[^\]]*\]\(([\w.-]+)\)", card.read_text(encoding="utf-8"))
+    return [CARD_NAME, *(name for name in pictures if (folder / name).is_file())]
+
+
+def check_target_name(config: DFlashConfig) -> None:
+    """
+    Refuse to share a draft whose target nobody else could find.
+
+    Args:
+        config ([`DFlashConfig`]): of the draft.
+
+    Raises:
+        ValueError: it names no target, or a folder of this machine.
+    """
+    name = config.target_name_or_path
+    try:
+        validate_repo_id(name or "")
+        is_hub_name = not Path(name or "").exists()
+    except HFValidationError:
+        is_hub_name = False
+    if not is_hub_name:
+        raise ValueError(
+            f"The draft's configuration has target_name_or_path={name!r}, which is no name on the Hub: whoever pulls "
+            "the draft could not load its target. Pass target_name='org/model' (--target-name org/model), or set "
+            "draft.config.target_name_or_path to it."
+        )
+
+
+def check_pushing_run(config: DFlashConfig, hub_strategy: HubStrategy) -> None:
+    """
+    Check before a training run what its pushes need, and say what they leave out.
+
+    Args:
+        config ([`DFlashConfig`]): of the draft.
+        hub_strategy (`HubStrategy`): of the training arguments.
+
+    Raises:
+        ValueError: the draft's target is none on the Hub.
+    """
+    check_target_name(config)
+    if hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        logger.warning(
+            f"hub_strategy={hub_strategy.value!r} pushes drafts and cards only: the states of optimizer and random "
+            "generators are pickles, which stay in output_dir and are never pushed. Resume from there."
+        )
+
+
+def check_repo_names(repo_id: str, serving_repo: str | None) -> None:
+    """
+    Check the names of the repositories that a draft is to be pushed to.
+
+    Args:
+        repo_id (`str`): of the native layout.
+        serving_repo (`str`, *optional*): of the serving layout.
+
+    Raises:
+        ValueError: a name is none that the Hub takes, both are one, or a server would not know the serving layout by
+            its name.
+    """
+    validate_repo_id(repo_id)
+    if serving_repo is None:
+        return
+    validate_repo_id(serving_repo)
+    if serving_repo == repo_id:
+        raise ValueError(
+            f"serving_repo={serving_repo!r} is the repository of the native layout, too: both have a config.json. "
+            "Give the serving layout a repository of its own."
+        )
+    if "dflash" not in serving_repo.rpartition("/")[2].lower():
+        raise ValueError(
+            f"serving_repo={serving_repo!r} has no 'dflash' in its name: vLLM knows the method of a draft by that "
+            f"part of its path. Call it {serving_repo}-DFlash, for example."
+        )
+
+
+def upload_draft(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    path_in_repo: str | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload draft",
+) -> CommitInfo:
+    """
+    Upload the files of a saved draft, and only those, in one commit.
+
+    Weight files of an earlier push that are no longer part of the draft are deleted: a `model.safetensors` left beside
+    new shards would be loaded in their place.
+
+    Args:
+        folder (`str` or `PathLike`): where the draft was saved.
+        repo_id (`str`): an existing repository.
+        path_in_repo (`str`, *optional*): folder in the repository; default: its root.
+        token (`str` or `bool`, *optional*): of a user who may write there; default: the one that is logged in.
+        revision (`str`, *optional*): branch to push to, made if need be; default: `"main"`.
+        commit_message (`str`): of the commit.
+
+    Returns:
+        `CommitInfo`
+
+    Raises:
+        ValueError: the folder holds no draft.
+        HfHubHTTPError: the Hub refuses.
+    """
+    files = draft_files(folder)
+    if revision is not None:
+        create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+    return upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        path_in_repo=path_in_repo,
+        allow_patterns=files,
+        delete_patterns=WEIGHT_PATTERNS,
+        token=token,
+        revision=revision,
+        commit_message=commit_message,
+    )
+
+
+def upload_in_background(folder: str | os.PathLike[str], repo_id: str, **kwargs: Any) -> Future[CommitInfo]:
+    """
+    Upload a draft while the program goes on; the folder may change or go at once, since a copy is uploaded.
+
+    Args:
+        folder (`str` or `PathLike`), repo_id (`str`), **kwargs: as in [`upload_draft`].
+
+    Returns:
+        `Future`: of the `CommitInfo`. A failure is logged, too.
+
+    Raises:
+        ValueError: the folder holds no draft.
+    """
+    copy = TemporaryDirectory(dir=Path(folder).parent, prefix="_push-")
+    _copy_files(draft_files(folder), Path(folder), Path(copy.name))
+
+    def upload() -> CommitInfo:
+        with copy:
+            return upload_draft(copy.name, repo_id, **kwargs)
+
+    future = run_as_future(upload)
+    future.add_done_callback(_warn_of_failure)
+    return future
+
+
+def _warn_of_failure(future: Future[CommitInfo]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.warning(f"A push to the Hub failed: {' '.join(str(error).split())}")
+
+
+def _copy_files(names: list[str], source: Path, destination: Path) -> None:
+    for name in names:
+        shutil.copyfile(source / name, destination / name)
+
+
+def publish_draft(
+    draft: DFlashDraftModel | str | os.PathLike[str],
+    repo_id: str,
+    *,
+    serving_repo: str | None = None,
+    target_name: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload draft",
+) -> dict[str, CommitInfo]:
+    """
+    Push a draft to the Hub, and on request also the layout that serving engines load, each with its card.
+
+    Both folders are written and both repositories are at hand before the first file goes up.
+
+    Args:
+        draft ([`DFlashDraftModel`], `str` or `PathLike`):
+            The draft, or the folder it is saved in; the folder's card comes along.
+        repo_id (`str`):
+            Repository of the native layout, for transformers; made if need be.
+        serving_repo (`str`, *optional*):
+            Repository of the layout for vLLM and SGLang, with "dflash" in its name.
+        target_name (`str`, *optional*):
+            Hub name of the target, written into what is pushed. Needed if the draft names its target by a folder.
+        private (`bool`, *optional*):
+            Make new repositories private; those that exist stay as they are.
+        token (`str` or `bool`, *optional*):
+            Of a user who may write to both; default: the one that is logged in.
+        revision (`str`, *optional*):
+            Branch of both to push to, made if need be; default: `"main"`.
+        commit_message (`str`):
+            Of both commits.
+
+    Returns:
+        `dict[str, CommitInfo]`: by the full name of the repository, the native one first.
+
+    Raises:
+        ValueError: a name is not usable, the folder holds no draft, or the draft's target is none on the Hub.
+        OSError: the draft's files are damaged, or the Hub refuses (`HfHubHTTPError`).
+        RuntimeError: the native layout is up and the serving layout is not.
+    """
+    check_repo_names(repo_id, serving_repo)
+    with TemporaryDirectory() as temporary:
+        native, serving = Path(temporary, "native"), Path(temporary, "serving")
+        source = native
+        if not isinstance(draft, DFlashDraftModel):
+            source = Path(draft)
+            draft_files(source)  # a clear error where nothing was saved
+            draft = DFlashDraftModel.from_pretrained(source, target=False)
+        given_name = draft.config.target_name_or_path
+        draft.config.target_name_or_path = target_name or given_name
+        try:
+            check_target_name(draft.config)
+            draft.save_pretrained(native)
+            card = DraftCard.from_folder(source, draft.config)
+            if serving_repo is not None:
+                save_in_layout(draft, serving, "serving")
+        finally:
+            draft.config.target_name_or_path = given_name
+
+        native_repo = _repository(repo_id, private, token)
+        folders = {native_repo: native}
+        if serving_repo is not None:
+            serving_repo = _repository(serving_repo, private, token)
+            check_repo_names(native_repo, serving_repo)  # full names may be equal where those given are not
+            folders[serving_repo] = serving
+        target_id = target_name or given_name
+        card = replace(
+            card, target_id=target_id, target_folder=None, native_repo=native_repo, serving_repo=serving_repo
+        )
+        for repository, folder in folders.items():
+            if folder != source:
+                _copy_files(_card_files(source), source, folder)  # kept if somebody has edited it
+            write_model_card(folder, replace(card, title=repository.rpartition("/")[2]))
+        commits: dict[str, CommitInfo] = {}
+        for repository, folder in folders.items():
+            try:
+                commits[repository] = upload_draft(
+                    folder, repository, token=token, revision=revision, commit_message=commit_message
+                )
+            except (OSError, RuntimeError) as error:
+                if not commits:
+                    raise
+                raise RuntimeError(
+                    f"The native layout is up at {commits[native_repo].repo_url}, but the serving layout "
+                    f"could not be pushed to {repository}: {' '.join(str(error).split())} Push again when that is "
+                    "mended; weights that are up are not sent a second time."
+                ) from error
+        return commits
+
+
+def _repository(name: str, private: bool | None, token: str | bool | None) -> str:
+    """The full name of a repository to which this user may write; it is made if need be."""
+    full_name = create_repo(name, private=private, token=token, exist_ok=True).repo_id
+    auth_check(full_name, token=token, write=True)
+    return full_name
