@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,9 +15,9 @@ from huggingface_hub import CommitInfo, auth_check, create_branch, create_repo, 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils import CONFIG_NAME, logging
 
-from .checkpoints import save_in_layout
+from .checkpoints import INDEX, WEIGHTS, read_json, save_in_layout, tensor_shapes
 from .configuration_dflash import DFlashConfig
 from .model_card import CARD_NAME, DraftCard, write_model_card
 from .modeling_dflash import DFlashDraftModel
@@ -26,7 +25,7 @@ from .modeling_dflash import DFlashDraftModel
 logger = logging.get_logger(__name__)
 
 CODE_FILES = ("configuration_dflash.py", "modeling_dflash.py")
-WEIGHT_PATTERNS = ["model*.safetensors", SAFE_WEIGHTS_INDEX_NAME]
+WEIGHT_PATTERNS = ["model*.safetensors", INDEX]
 
 
 def draft_files(folder: str | os.PathLike[str]) -> list[str]:
@@ -41,21 +40,14 @@ def draft_files(folder: str | os.PathLike[str]) -> list[str]:
         are there. Whatever else is in the folder is not named.
 
     Raises:
-        ValueError: configuration or weights are missing, or an index names a file outside the folder.
+        OSError: configuration or weights are missing or damaged, or an index names a file outside the folder.
     """
     folder = Path(folder)
-    if (folder / SAFE_WEIGHTS_NAME).is_file() or not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        needed = [CONFIG_NAME, SAFE_WEIGHTS_NAME]
-    else:
-        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-        needed = [CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *sorted(set(index["weight_map"].values()))]
-    missing = [name for name in needed if Path(name).name != name or not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"{str(folder)!r} is not the folder of a saved draft: it has no {', '.join(missing)}. Give a folder that "
-            "draft.save_pretrained or the trainer wrote."
-        )
-    return [*needed, *(name for name in CODE_FILES if (folder / name).is_file()), *_card_files(folder)]
+    read_json(folder / CONFIG_NAME)
+    weights = sorted({file.name for file, _ in tensor_shapes(folder).values()})
+    index = [INDEX] if weights != [WEIGHTS] else []
+    code = [name for name in CODE_FILES if (folder / name).is_file()]
+    return [CONFIG_NAME, *weights, *index, *code, *_card_files(folder)]
 
 
 def _card_files(folder: Path) -> list[str]:
@@ -165,8 +157,7 @@ def upload_draft(
         `CommitInfo`
 
     Raises:
-        ValueError: the folder holds no draft.
-        HfHubHTTPError: the Hub refuses.
+        OSError: the folder holds no draft, or the Hub refuses (`HfHubHTTPError`).
     """
     files = draft_files(folder)
     if revision is not None:
@@ -194,7 +185,7 @@ def upload_in_background(folder: str | os.PathLike[str], repo_id: str, **kwargs:
         `Future`: of the `CommitInfo`. A failure is logged, too.
 
     Raises:
-        ValueError: the folder holds no draft.
+        OSError: the folder holds no draft.
     """
     copy = TemporaryDirectory(dir=Path(folder).parent, prefix="_push-")
     _copy_files(draft_files(folder), Path(folder), Path(copy.name))
@@ -256,8 +247,8 @@ def publish_draft(
         `dict[str, CommitInfo]`: by the full name of the repository, the native one first.
 
     Raises:
-        ValueError: a name is not usable, the folder holds no draft, or the draft's target is none on the Hub.
-        OSError: the draft's files are damaged, or the Hub refuses (`HfHubHTTPError`).
+        ValueError: a name is not usable, the draft's target is none on the Hub, or a layout cannot hold the draft.
+        OSError: the folder holds no draft or a damaged one, or the Hub refuses (`HfHubHTTPError`).
         RuntimeError: the native layout is up and the serving layout is not.
     """
     check_repo_names(repo_id, serving_repo)
@@ -266,7 +257,7 @@ def publish_draft(
         source = native
         if not isinstance(draft, DFlashDraftModel):
             source = Path(draft)
-            draft_files(source)  # a clear error where nothing was saved
+            draft_files(source)  # a folder, not a name on the Hub
             draft = DFlashDraftModel.from_pretrained(source, target=False)
         given_name = draft.config.target_name_or_path
         draft.config.target_name_or_path = target_name or given_name
