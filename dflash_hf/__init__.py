@@ -10,6 +10,7 @@ from .decoding_statistics import DecodingStatistics
 from .layouts import native_values
 from .model_card import DraftCard, write_model_card
 from .modeling_dflash import DFlashBody, DFlashDraftModel, UntiedDraftError
+from .sharing import publish_draft, push_draft
 from .trainer import DFlashTrainer
 from .training_args import DFlashTrainingArguments
 
@@ -19,6 +20,8 @@ AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
 # Drafts of all other producers load, too.
 DFlashConfig._translate = native_values
 DFlashDraftModel._read_checkpoint = read_checkpoint
+# What is pushed has a card of its own.
+DFlashDraftModel._push = push_draft
 # A saved draft carries its two source files, so that `trust_remote_code` users need no installation.
 DFlashConfig.register_for_auto_class()
 DFlashDraftModel.register_for_auto_class("AutoModel")
@@ -39,6 +42,7 @@ __all__ = [
     "build_dflash_batch_plan",
     "convert_checkpoint",
     "dflash_decoding",
+    "publish_draft",
     "save_in_layout",
     "speculative_generate",
     "write_model_card",

@@ -716,6 +716,8 @@ class DFlashDraftModel(DFlashBody):
     # Reads checkpoints of other producers, and checks files before they are loaded. The installed package sets it; the
     # two files that travel with a checkpoint read their own layout alone.
     _read_checkpoint: ClassVar[Callable[..., tuple[DFlashConfig, dict[str, torch.Tensor] | None]] | None] = None
+    # Pushes a draft with the card of a draft. The installed package sets it.
+    _push: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -880,6 +882,12 @@ class DFlashDraftModel(DFlashBody):
             of_target = ("token", "cache_dir", "local_files_only")
             draft._set_target_source(target, {key: hub_kwargs[key] for key in of_target if key in hub_kwargs})
         return (draft, info) if wants_info else draft
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """As in `PreTrainedModel.push_to_hub`; with the package installed, the card says what is known of the draft."""
+        if self._push is None:
+            return super().push_to_hub(repo_id, **kwargs)
+        return self._push(repo_id, **kwargs)
 
     def _set_target_source(self, target: str | bool | None, hub_kwargs: dict[str, Any]) -> None:
         object.__setattr__(self, "_target_source", target)

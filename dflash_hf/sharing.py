@@ -11,15 +11,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, auth_check, create_branch, create_repo, run_as_future, upload_folder
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import (
+    CommitInfo,
+    auth_check,
+    create_branch,
+    create_repo,
+    hf_hub_download,
+    run_as_future,
+    upload_folder,
+)
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME, logging
 
 from .checkpoints import INDEX, WEIGHTS, read_json, save_in_layout, tensor_shapes
 from .configuration_dflash import DFlashConfig
-from .model_card import CARD_NAME, DraftCard, write_model_card
+from .model_card import CARD_NAME, DraftCard, is_own_card, write_model_card
 from .modeling_dflash import DFlashDraftModel
 
 logger = logging.get_logger(__name__)
@@ -137,13 +145,16 @@ def upload_draft(
     path_in_repo: str | None = None,
     token: str | bool | None = None,
     revision: str | None = None,
-    commit_message: str = "Upload draft",
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    create_pr: bool = False,
 ) -> CommitInfo:
     """
     Upload the files of a saved draft, and only those, in one commit.
 
     Weight files of an earlier push that are no longer part of the draft are deleted: a `model.safetensors` left beside
-    new shards would be loaded in their place.
+    new shards would be loaded in their place. A README that was edited on the Hub is kept, unless the one in the
+    folder is edited, too.
 
     Args:
         folder (`str` or `PathLike`): where the draft was saved.
@@ -151,7 +162,8 @@ def upload_draft(
         path_in_repo (`str`, *optional*): folder in the repository; default: its root.
         token (`str` or `bool`, *optional*): of a user who may write there; default: the one that is logged in.
         revision (`str`, *optional*): branch to push to, made if need be; default: `"main"`.
-        commit_message (`str`): of the commit.
+        commit_message, commit_description (`str`, *optional*): of the commit.
+        create_pr (`bool`, defaults to `False`): open a pull request instead.
 
     Returns:
         `CommitInfo`
@@ -159,9 +171,17 @@ def upload_draft(
     Raises:
         OSError: the folder holds no draft, or the Hub refuses (`HfHubHTTPError`).
     """
+    folder = Path(folder)
     files = draft_files(folder)
-    if revision is not None:
+    if revision is not None and not revision.startswith("refs/"):
         create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+    if CARD_NAME in files and is_own_card((folder / CARD_NAME).read_text(encoding="utf-8")):
+        there = f"{path_in_repo}/{CARD_NAME}" if path_in_repo else CARD_NAME
+        if _is_edited_there(repo_id, there, token=token, revision=revision):
+            logger.warning(
+                f"The README of {repo_id} was edited there and is kept. Delete it there to get the new card."
+            )
+            files = [name for name in files if name not in _card_files(folder)]
     return upload_folder(
         repo_id=repo_id,
         folder_path=folder,
@@ -170,8 +190,18 @@ def upload_draft(
         delete_patterns=WEIGHT_PATTERNS,
         token=token,
         revision=revision,
-        commit_message=commit_message,
+        commit_message=commit_message or "Upload draft",
+        commit_description=commit_description,
+        create_pr=create_pr,
     )
+
+
+def _is_edited_there(repo_id: str, path: str, **kwargs: Any) -> bool:
+    try:
+        card = hf_hub_download(repo_id, path, **kwargs)
+    except RemoteEntryNotFoundError:
+        return False
+    return not is_own_card(Path(card).read_text(encoding="utf-8", errors="replace"))
 
 
 def upload_in_background(folder: str | os.PathLike[str], repo_id: str, **kwargs: Any) -> Future[CommitInfo]:
@@ -209,6 +239,53 @@ def _copy_files(names: list[str], source: Path, destination: Path) -> None:
         shutil.copyfile(source / name, destination / name)
 
 
+def push_draft(
+    draft: DFlashDraftModel,
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    max_shard_size: int | str = "50GB",
+    tags: str | list[str] | None = None,
+) -> CommitInfo:
+    """
+    Push a draft in the native layout with its card: what `draft.push_to_hub` does.
+
+    Args:
+        draft ([`DFlashDraftModel`]): what to push.
+        repo_id (`str`): its repository; made if need be.
+        max_shard_size (`int` or `str`, defaults to `"50GB"`): of a weight file; a larger draft is split.
+        tags (`str` or `list[str]`, *optional*): further tags of the card.
+        private, token: as in [`publish_draft`].
+        commit_message, commit_description, revision, create_pr: as in [`upload_draft`].
+
+    Returns:
+        `CommitInfo`
+
+    Raises:
+        OSError: the Hub refuses (`HfHubHTTPError`).
+    """
+    with TemporaryDirectory() as folder:
+        draft.save_pretrained(folder, max_shard_size=max_shard_size)
+        repository = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        all_tags = [*(draft.model_tags or []), *([tags] if isinstance(tags, str) else tags or [])]
+        card = replace(DraftCard.from_folder(folder), title=repository.rpartition("/")[2], native_repo=repository)
+        write_model_card(folder, replace(card, tags=all_tags))
+        return upload_draft(
+            folder,
+            repository,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            create_pr=create_pr,
+        )
+
+
 def publish_draft(
     draft: DFlashDraftModel | str | os.PathLike[str],
     repo_id: str,
@@ -218,7 +295,7 @@ def publish_draft(
     private: bool | None = None,
     token: str | bool | None = None,
     revision: str | None = None,
-    commit_message: str = "Upload draft",
+    commit_message: str | None = None,
 ) -> dict[str, CommitInfo]:
     """
     Push a draft to the Hub, and on request also the layout that serving engines load, each with its card.
@@ -240,7 +317,7 @@ def publish_draft(
             Of a user who may write to both; default: the one that is logged in.
         revision (`str`, *optional*):
             Branch of both to push to, made if need be; default: `"main"`.
-        commit_message (`str`):
+        commit_message (`str`, *optional*):
             Of both commits.
 
     Returns:

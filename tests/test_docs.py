@@ -81,6 +81,33 @@ def test_python_of_the_checkpoint_guide_runs(run_block):
         run_block(block, f"docs/checkpoints.md, Python block {index}", {"__name__": "guide"})
 
 
+def test_python_of_the_sharing_guide_runs_against_a_hub(hub, saved_target):
+    target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))
+    draft = make_draft(target, mask_token_id=270)
+    draft.config.target_name_or_path = "org/target"
+    inputs = {"input_ids": torch.tensor([[5, 9, 11]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    names: dict = {"__name__": "guide", "draft": draft, "target": target, "inputs": inputs}
+    blocks = python_blocks("docs/sharing.md")
+    for index, block in enumerate(blocks):
+        exec(compile(block.replace('"me/', '"writer/'), f"docs/sharing.md, Python block {index}", "exec"), names)
+    assert len(blocks) == 3
+    assert set(names["commits"]) == {"writer/my-draft", "writer/my-draft-serving-DFlash"}
+    assert torch.equal(names["output"], target.generate(**inputs, max_new_tokens=32))
+
+
+def test_shell_lines_of_the_sharing_guide_name_options_of_the_command():
+    import typer
+
+    from dflash_hf.cli import app
+
+    text = (ROOT / "docs" / "sharing.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("dflash-hf push")]
+    known = {option for each in typer.main.get_command(app).commands["push"].params for option in each.opts}
+    named = {option for line in lines for option in re.findall(r"--[a-z-]+", line)} | {"--target-name"}
+    assert len(lines) == 2
+    assert named == {option for option in known if option.startswith("--")} - {"--help"}
+
+
 def test_readme_opens_with_the_two_set_up_commands_and_stays_short():
     text = (ROOT / "README.md").read_text()
     commands = re.search(r"```bash\n(.*?)```", text, flags=re.DOTALL).group(1).splitlines()

@@ -74,6 +74,34 @@ def test_a_pushed_draft_is_its_configuration_weights_code_and_card_and_comes_bac
     assert not any("/org/target" in path for _, path, _ in hub.requests)
 
 
+def test_the_card_of_a_pushed_draft_names_repository_and_target_and_takes_tags(hub):
+    draft = shareable_draft()
+    draft.add_model_tags("of-the-model")
+    draft.push_to_hub("my-draft", tags=["mine"])
+    metadata = metadata_of(hub, "writer/my-draft")
+    assert metadata["base_model"] == "org/target"
+    assert {"dflash", "mine", "of-the-model"} <= set(metadata["tags"])
+    assert 'from_pretrained("writer/my-draft"' in hub.repositories["writer/my-draft"].files()["README.md"].decode()
+
+
+def test_a_readme_that_was_edited_on_the_hub_is_kept_by_every_later_push(hub, tmp_path, caplog):
+    draft = shareable_draft()
+    draft.push_to_hub("org/my-draft")
+    repository = hub.repositories["org/my-draft"]
+    repository.commit({"README.md": repository.files()["README.md"] + b"Thanks to all.\n"}, "edited there")
+    edited = repository.files()["README.md"]
+    draft.norm.weight.data.add_(1)
+    draft.push_to_hub("org/my-draft")
+    publish_draft(draft, "org/my-draft")
+    assert repository.files()["README.md"] == edited
+    assert caplog.text.count("was edited there and is kept") == 2
+    assert_same_tensors(tensors_in(repository.files()), draft)
+    draft.save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("# Mine\n")
+    publish_draft(tmp_path, "org/my-draft")
+    assert repository.files()["README.md"] == b"# Mine\n"
+
+
 def test_a_draft_above_the_shard_size_is_pushed_in_shards_and_comes_back_bit_for_bit(hub):
     draft = shareable_draft()
     draft.push_to_hub("org/my-draft", max_shard_size="20KB")
