@@ -486,17 +486,15 @@ class DFlashTrainer(Trainer):
         if not self.args.hub_always_push and not all(job.done() for job in running):
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        upload = partial(
-            upload_in_background,
-            checkpoint_folder,
-            self.hub_model_id,
-            token=self.args.hub_token,
-            revision=self.args.hub_revision,
-            commit_message=f"Training in progress, step {self.state.global_step}",
-        )
-        jobs = [upload()]
+        to_hub: dict[str, Any] = {
+            "token": self.args.hub_token,
+            "revision": self.args.hub_revision,
+            "commit_message": f"Training in progress, step {self.state.global_step}",
+        }
+        jobs = [upload_in_background(checkpoint_folder, str(self.hub_model_id), **to_hub)]
         if strategy == HubStrategy.ALL_CHECKPOINTS:
-            jobs.append(upload(path_in_repo=Path(checkpoint_folder).name))
+            to_hub["path_in_repo"] = Path(checkpoint_folder).name
+            jobs.append(upload_in_background(checkpoint_folder, str(self.hub_model_id), **to_hub))
         self.push_in_progress = PushInProgress([*running, *jobs])
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
