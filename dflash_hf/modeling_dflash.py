@@ -884,7 +884,7 @@ class DFlashDraftModel(DFlashBody):
         return (draft, info) if wants_info else draft
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """As in `PreTrainedModel.push_to_hub`; with the package installed, the card says what is known of the draft."""
+        """As in `PreTrainedModel.push_to_hub`; with the package installed the card is that of a draft."""
         if self._push is None:
             return super().push_to_hub(repo_id, **kwargs)
         return self._push(repo_id, **kwargs)
