@@ -883,11 +883,9 @@ class DFlashDraftModel(DFlashBody):
             draft._set_target_source(target, {key: hub_kwargs[key] for key in of_target if key in hub_kwargs})
         return (draft, info) if wants_info else draft
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """As in `PreTrainedModel.push_to_hub`; with the package installed the card is that of a draft."""
-        if self._push is None:
-            return super().push_to_hub(repo_id, **kwargs)
-        return self._push(repo_id, **kwargs)
+        return super().push_to_hub(*args, **kwargs) if self._push is None else self._push(*args, **kwargs)
 
     def _set_target_source(self, target: str | bool | None, hub_kwargs: dict[str, Any]) -> None:
         object.__setattr__(self, "_target_source", target)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,13 +16,14 @@ from typing import Any
 from huggingface_hub import (
     CommitInfo,
     auth_check,
+    constants,
     create_branch,
     create_repo,
     hf_hub_download,
     run_as_future,
     upload_folder,
 )
-from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME, logging
@@ -173,27 +176,28 @@ def upload_draft(
     """
     folder = Path(folder)
     files = draft_files(folder)
-    if revision is not None and not revision.startswith("refs/"):
-        create_branch(repo_id, branch=revision, token=token, exist_ok=True)
-    if CARD_NAME in files and is_own_card((folder / CARD_NAME).read_text(encoding="utf-8")):
-        there = f"{path_in_repo}/{CARD_NAME}" if path_in_repo else CARD_NAME
-        if _is_edited_there(repo_id, there, token=token, revision=revision):
-            logger.warning(
-                f"The README of {repo_id} was edited there and is kept. Delete it there to get the new card."
-            )
-            files = [name for name in files if name not in _card_files(folder)]
-    return upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        path_in_repo=path_in_repo,
-        allow_patterns=files,
-        delete_patterns=WEIGHT_PATTERNS,
-        token=token,
-        revision=revision,
-        commit_message=commit_message or "Upload draft",
-        commit_description=commit_description,
-        create_pr=create_pr,
-    )
+    with _hub_in_reach():
+        if revision is not None and not revision.startswith("refs/"):
+            create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+        if CARD_NAME in files and is_own_card((folder / CARD_NAME).read_text(encoding="utf-8")):
+            there = f"{path_in_repo}/{CARD_NAME}" if path_in_repo else CARD_NAME
+            if _is_edited_there(repo_id, there, token=token, revision=revision):
+                logger.warning(
+                    f"The README of {repo_id} was edited there and is kept. Delete it there to get the new card."
+                )
+                files = [name for name in files if name not in _card_files(folder)]
+        return upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            path_in_repo=path_in_repo,
+            allow_patterns=files,
+            delete_patterns=WEIGHT_PATTERNS,
+            token=token,
+            revision=revision,
+            commit_message=commit_message or "Upload draft",
+            commit_description=commit_description,
+            create_pr=create_pr,
+        )
 
 
 def _is_edited_there(repo_id: str, path: str, **kwargs: Any) -> bool:
@@ -271,7 +275,8 @@ def push_draft(
     """
     with TemporaryDirectory() as folder:
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
-        repository = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        with _hub_in_reach():
+            repository = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         all_tags = [*(draft.model_tags or []), *([tags] if isinstance(tags, str) else tags or [])]
         card = replace(DraftCard.from_folder(folder), title=repository.rpartition("/")[2], native_repo=repository)
         write_model_card(folder, replace(card, tags=all_tags))
@@ -331,21 +336,23 @@ def publish_draft(
     check_repo_names(repo_id, serving_repo)
     with TemporaryDirectory() as temporary:
         native, serving = Path(temporary, "native"), Path(temporary, "serving")
-        source = native
-        if not isinstance(draft, DFlashDraftModel):
+        if isinstance(draft, DFlashDraftModel):
+            source, loaded = native, draft
+        else:
             source = Path(draft)
             draft_files(source)  # a folder, not a name on the Hub
-            draft = DFlashDraftModel.from_pretrained(source, target=False)
-        given_name = draft.config.target_name_or_path
-        draft.config.target_name_or_path = target_name or given_name
+            loaded = DFlashDraftModel.from_pretrained(source, target=False)
+        config: DFlashConfig = loaded.config
+        given_name = config.target_name_or_path
+        config.target_name_or_path = target_name or given_name
         try:
-            check_target_name(draft.config)
-            draft.save_pretrained(native)
-            card = DraftCard.from_folder(source, draft.config)
+            check_target_name(config)
+            loaded.save_pretrained(native)
+            card = DraftCard.from_folder(source, config)
             if serving_repo is not None:
-                save_in_layout(draft, serving, "serving")
+                save_in_layout(loaded, serving, "serving")
         finally:
-            draft.config.target_name_or_path = given_name
+            config.target_name_or_path = given_name
 
         native_repo = _repository(repo_id, private, token)
         folders = {native_repo: native}
@@ -380,6 +387,20 @@ def publish_draft(
 
 def _repository(name: str, private: bool | None, token: str | bool | None) -> str:
     """The full name of a repository to which this user may write; it is made if need be."""
-    full_name = create_repo(name, private=private, token=token, exist_ok=True).repo_id
-    auth_check(full_name, token=token, write=True)
+    with _hub_in_reach():
+        full_name = create_repo(name, private=private, token=token, exist_ok=True).repo_id
+        auth_check(full_name, token=token, write=True)
     return full_name
+
+
+@contextmanager
+def _hub_in_reach() -> Iterator[None]:
+    """Inside the context a broken connection is an `OSError`, as a refusal of the Hub is."""
+    try:
+        yield
+    except HTTPError as error:
+        if isinstance(error, OSError):
+            raise
+        raise ConnectionError(
+            f"The Hub at {constants.ENDPOINT} cannot be reached: {error}. Look at the network, and push again."
+        ) from error

@@ -95,6 +95,7 @@ class DFlashTrainer(Trainer):
     """
 
     args: DFlashTrainingArguments
+    push_in_progress: Any  # of the first process, where something is pushed
     # The loss is divided by the sum over the whole accumulation window, so Trainer must not divide again.
     loss_is_scaled_for_ga = True
 
@@ -482,7 +483,7 @@ class DFlashTrainer(Trainer):
         strategy = HubStrategy(self.args.hub_strategy)
         if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
-        running = self.push_in_progress.jobs if self.push_in_progress is not None else []
+        running: list[Any] = self.push_in_progress.jobs if self.push_in_progress is not None else []
         if not self.args.hub_always_push and not all(job.done() for job in running):
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
@@ -491,11 +492,11 @@ class DFlashTrainer(Trainer):
             "revision": self.args.hub_revision,
             "commit_message": f"Training in progress, step {self.state.global_step}",
         }
-        jobs = [upload_in_background(checkpoint_folder, str(self.hub_model_id), **to_hub)]
+        jobs: Any = [*running, upload_in_background(checkpoint_folder, str(self.hub_model_id), **to_hub)]
         if strategy == HubStrategy.ALL_CHECKPOINTS:
             to_hub["path_in_repo"] = Path(checkpoint_folder).name
             jobs.append(upload_in_background(checkpoint_folder, str(self.hub_model_id), **to_hub))
-        self.push_in_progress = PushInProgress([*running, *jobs])
+        self.push_in_progress = PushInProgress(jobs)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Keeps Trainer's contract; raw rows are taken too."""

@@ -80,6 +80,10 @@ class HubStandIn:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
 

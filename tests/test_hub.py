@@ -379,6 +379,15 @@ def test_a_second_upload_that_fails_says_what_is_up_and_can_be_made_up_for(hub):
     assert not any(method == "PUT" for method, _, _ in hub.requests)  # the weights were there already
 
 
+def test_a_hub_that_cannot_be_reached_ends_in_one_line(hub, monkeypatch):
+    hub.close()
+    with pytest.raises(ConnectionError, match=rf"The Hub at {hub.url} cannot be reached: .*refused"):
+        publish_draft(shareable_draft(), "org/my-draft")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match="offline mode is enabled"):
+        publish_draft(shareable_draft(), "org/my-draft")
+
+
 def test_weights_of_an_earlier_push_do_not_stay_beside_those_of_a_later_one(hub, tmp_path):
     first, second, third = shareable_draft(1), shareable_draft(2), shareable_draft(3)
     publish_draft(first, "org/my-draft")
