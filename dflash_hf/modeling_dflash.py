@@ -883,7 +883,7 @@ class DFlashDraftModel(DFlashBody):
             draft._set_target_source(target, {key: hub_kwargs[key] for key in of_target if key in hub_kwargs})
         return (draft, info) if wants_info else draft
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # that one is wrapped
         """As in `PreTrainedModel.push_to_hub`; with the package installed the card is that of a draft."""
         return super().push_to_hub(*args, **kwargs) if self._push is None else self._push(*args, **kwargs)
 

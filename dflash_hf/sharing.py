@@ -226,16 +226,13 @@ def upload_in_background(folder: str | os.PathLike[str], repo_id: str, **kwargs:
 
     def upload() -> CommitInfo:
         with copy:
-            return upload_draft(copy.name, repo_id, **kwargs)
+            try:
+                return upload_draft(copy.name, repo_id, **kwargs)
+            except (OSError, RuntimeError, ValueError) as error:
+                logger.warning(f"A push to the Hub failed: {' '.join(str(error).split())}")
+                raise
 
-    future = run_as_future(upload)
-    future.add_done_callback(_warn_of_failure)
-    return future
-
-
-def _warn_of_failure(future: Future[CommitInfo]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.warning(f"A push to the Hub failed: {' '.join(str(error).split())}")
+    return run_as_future(upload)
 
 
 def _copy_files(names: list[str], source: Path, destination: Path) -> None:
