@@ -89,8 +89,8 @@ def check_target_name(config: DFlashConfig) -> None:
     if not is_hub_name:
         raise ValueError(
             f"The draft's configuration has target_name_or_path={name!r}, which is no name on the Hub: whoever pulls "
-            "the draft could not load its target. Pass target_name='org/model' (--target-name org/model), or set "
-            "draft.config.target_name_or_path to it."
+            "the draft could not load its target. Give target_name='org/model' (dflash-hf push --target-name "
+            "org/model), or set draft.config.target_name_or_path to it before training."
         )
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load
 from test_trainer import make_trainer
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftModel, save_in_layout
 from dflash_hf.cli import main
 from dflash_hf.sharing import draft_files, publish_draft, upload_draft, upload_in_background
 
@@ -329,6 +329,16 @@ def test_a_card_that_somebody_has_edited_and_the_picture_it_shows_come_along(hub
     files = hub.repositories["org/my-draft"].files()
     assert set(files) == NATIVE_FILES | {"slots.png"}
     assert files["README.md"].decode() == card
+
+
+def test_a_draft_of_another_producer_is_published_in_the_native_layout(hub, tmp_path):
+    draft = make_draft(make_target())
+    save_in_layout(draft, tmp_path / "theirs", "speculators")
+    publish_draft(tmp_path / "theirs", "org/my-draft", target_name="org/target")
+    files = hub.repositories["org/my-draft"].files()
+    assert set(files) == NATIVE_FILES
+    assert json.loads(files["config.json"])["model_type"] == "dflash"
+    assert_same_tensors(tensors_in(files), draft)
 
 
 @pytest.mark.parametrize(
