@@ -70,27 +70,29 @@ def _card_files(folder: Path) -> list[str]:
     return [CARD_NAME, *(name for name in pictures if (folder / name).is_file())]
 
 
-def check_target_name(config: DFlashConfig) -> None:
+def check_target_name(config: DFlashConfig, target_name: str | None = None) -> None:
     """
     Refuse to share a draft whose target nobody else could find.
 
     Args:
         config ([`DFlashConfig`]): of the draft.
+        target_name (`str`, *optional*): a Hub name that is to stand in its place.
 
     Raises:
-        ValueError: it names no target, or a folder of this machine.
+        ValueError: no target is named, or a folder of this machine is.
     """
-    name = config.target_name_or_path
+    name = target_name or config.target_name_or_path or ""
     try:
-        validate_repo_id(name or "")
-        is_hub_name = not Path(name or "").exists()
+        validate_repo_id(name)
+        is_hub_name = target_name is not None or (name != "" and not Path(name).exists())
     except HFValidationError:
         is_hub_name = False
     if not is_hub_name:
+        source = "target_name" if target_name is not None else "The draft's configuration has target_name_or_path"
         raise ValueError(
-            f"The draft's configuration has target_name_or_path={name!r}, which is no name on the Hub: whoever pulls "
-            "the draft could not load its target. Give target_name='org/model' (dflash-hf push --target-name "
-            "org/model), or set draft.config.target_name_or_path to it before training."
+            f"{source}={name or None!r} is no name on the Hub (or a folder here, too): whoever pulls the draft could "
+            "not load its target. Give target_name='org/model' (dflash-hf push --target-name org/model), or set "
+            "draft.config.target_name_or_path to a name on the Hub before training."
         )
 
 
@@ -340,10 +342,10 @@ def publish_draft(
             draft_files(source)  # a folder, not a name on the Hub
             loaded = DFlashDraftModel.from_pretrained(source, target=False)
         config: DFlashConfig = loaded.config
+        check_target_name(config, target_name)
         given_name = config.target_name_or_path
         config.target_name_or_path = target_name or given_name
         try:
-            check_target_name(config)
             loaded.save_pretrained(native)
             card = DraftCard.from_folder(source, config)
             if serving_repo is not None:

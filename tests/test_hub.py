@@ -349,8 +349,8 @@ def test_a_draft_of_another_producer_is_published_in_the_native_layout(hub, tmp_
         ({"serving_repo": "a/b/my-DFlash"}, "Repo id"),
         ({"repo_id": "org/DFlash-x", "serving_repo": "org/DFlash-x"}, "a repository of its own"),
         ({"repo_id": "writer/x-DFlash", "serving_repo": "x-DFlash"}, "a repository of its own"),
-        ({"target_name": "/somewhere/target"}, "no name on the Hub"),
-        ({"target_name": "tests"}, "no name on the Hub"),
+        ({"target_name": "/somewhere/target"}, "target_name='/somewhere/target' is no name on the Hub"),
+        ({"target_name": "./target"}, "no name on the Hub"),
         ({"draft": "tests"}, "holds no config.json"),
         ({"serving_repo": "stranger/x-DFlash"}, "rights to create"),
         ({"serving_repo": "org/locked-DFlash"}, "Forbidden"),
@@ -369,10 +369,17 @@ def test_nothing_is_uploaded_before_every_argument_is_checked(hub, arguments, wo
         assert hub.repositories.keys() <= {"writer/x-DFlash"}
 
 
-def test_a_draft_that_names_no_target_is_not_published(hub):
-    with pytest.raises(ValueError, match="target_name_or_path=None"):
-        publish_draft(make_draft(make_target()), "org/my-draft")
+def test_a_draft_that_names_no_target_or_perhaps_a_folder_is_not_published(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "target").mkdir(parents=True)
+    draft = make_draft(make_target())
+    for name in (None, "org/target"):
+        draft.config.target_name_or_path = name
+        with pytest.raises(ValueError, match=f"target_name_or_path={name!r} is no name on the Hub"):
+            publish_draft(draft, "org/my-draft")
     assert hub.repositories == {}
+    publish_draft(draft, "org/my-draft", target_name="org/target")  # said to be on the Hub
+    assert metadata_of(hub, "org/my-draft")["base_model"] == "org/target"
 
 
 def test_a_second_upload_that_fails_says_what_is_up_and_can_be_made_up_for(hub):
