@@ -23,7 +23,7 @@ from huggingface_hub import (
     run_as_future,
     upload_folder,
 )
-from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME, logging
@@ -394,12 +394,17 @@ def _repository(name: str, private: bool | None, token: str | bool | None) -> st
 
 @contextmanager
 def _hub_in_reach() -> Iterator[None]:
-    """Inside the context a broken connection is an `OSError`, as a refusal of the Hub is."""
+    """Inside the context a missing login says what to do, and a broken connection is an `OSError`, too."""
     try:
         yield
-    except HTTPError as error:
-        if isinstance(error, OSError):
+    except HfHubHTTPError as error:
+        if error.response.status_code != 401:
             raise
+        raise PermissionError(
+            f"The Hub does not know who is pushing: {' '.join(str(error).split())} Log in with hf auth login, or give "
+            "a token that may write there."
+        ) from error
+    except HTTPError as error:
         raise ConnectionError(
             f"The Hub at {constants.ENDPOINT} cannot be reached: {error}. Look at the network, and push again."
         ) from error

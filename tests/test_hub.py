@@ -354,7 +354,8 @@ def test_a_draft_of_another_producer_is_published_in_the_native_layout(hub, tmp_
         ({"draft": "tests"}, "holds no config.json"),
         ({"serving_repo": "stranger/x-DFlash"}, "rights to create"),
         ({"serving_repo": "org/locked-DFlash"}, "Forbidden"),
-        ({"token": "of nobody"}, "Invalid credentials"),
+        ({"token": "of nobody"}, "Invalid credentials.* Log in with hf auth login"),
+        ({"token": False}, "Invalid username or password.* Log in with hf auth login"),
         ({"token": "reader"}, "rights to create"),
     ],
 )
