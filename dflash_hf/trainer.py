@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -464,7 +463,9 @@ class DFlashTrainer(Trainer):
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        self.create_model_card(model_name=str(self.hub_model_id).split("/")[-1], **kwargs)
+        kwargs["tags"] = (*as_tuple(kwargs.get("tags")), *(self.draft.model_tags or ()))
+        kwargs.setdefault("model_name", str(self.hub_model_id).split("/")[-1])
+        self.create_model_card(serving_repo=serving_repo, **kwargs)
         self._finish_current_push()
         folder, repo_id = str(self.args.output_dir), str(self.hub_model_id)
         revision = revision or self.args.hub_revision

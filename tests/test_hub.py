@@ -498,7 +498,9 @@ def test_the_trainer_pushes_the_draft_and_its_card_and_no_pickle(hub, tmp_path, 
 
 def test_the_trainer_publishes_the_serving_layout_too(hub, tmp_path):
     trainer = make_trainer(make_target(), tmp_path, draft=shareable_draft(), hub_model_id="org/trained")
-    commit = trainer.push_to_hub(serving_repo="org/trained-DFlash", private=True, blocking=False).result()
+    trainer.draft.add_model_tags("of-the-model")
+    arguments = {"private": True, "blocking": False, "tags": "mine", "license": "mit"}
+    commit = trainer.push_to_hub(serving_repo="org/trained-DFlash", **arguments).result()
     assert commit.repo_url.repo_id == "org/trained"
     assert set(hub.repositories["org/trained"].files()) == NATIVE_FILES
     assert set(hub.repositories["org/trained-DFlash"].files()) == {"config.json", "model.safetensors", "README.md"}
@@ -508,7 +510,9 @@ def test_the_trainer_publishes_the_serving_layout_too(hub, tmp_path):
     for name in ("org/trained", "org/trained-DFlash"):
         card = hub.repositories[name].files()["README.md"].decode()
         assert "org/trained-DFlash" in card
-        assert "`org/trained`" in card or '"org/trained"' in card
+        assert 'from_pretrained("org/trained"' in card
+        assert metadata_of(hub, name)["license"] == "mit"
+        assert {"mine", "of-the-model"} <= set(metadata_of(hub, name)["tags"])
 
 
 def test_a_run_that_is_to_be_pushed_is_refused_at_once_if_its_target_is_a_folder(hub, tmp_path):
