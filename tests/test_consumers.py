@@ -99,6 +99,7 @@ def worker_interpreter(variable: str, package: str) -> str:
 def run_worker(interpreter: str, script: str, *arguments: object) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the worker sends a function to vLLM's own processes
     command = [interpreter, str(Path(__file__).parent / script), *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
@@ -151,38 +152,40 @@ def prompt_ids() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def own_accept_len(trained_folder, prompt_ids) -> dict[torch.dtype, float]:
-    """Acceptance length of our loop, a chain with the trained block."""
-    lengths = {}
-    for dtype in (torch.float32, torch.bfloat16):
+def own_passes(trained_folder, prompt_ids) -> dict[torch.dtype, list[list[int]]]:
+    """Tokens that each pass of our loop commits to each answer: a chain, the trained block."""
+    passes: dict[torch.dtype, list[list[int]]] = {torch.float32: [], torch.bfloat16: []}
+    for dtype, answers in passes.items():
         target = AutoModelForCausalLM.from_pretrained(prepare_demo_target(), dtype=dtype).eval()
         draft = DFlashDraftModel.from_pretrained(trained_folder, dtype=dtype, target=target)
-        committed = []
         for ids in prompt_ids:
-            statistics = speculative_generate(
+            output = speculative_generate(
                 target,
                 draft,
                 input_ids=torch.tensor([ids]),
                 attention_mask=torch.ones(1, len(ids)),
                 do_sample=False,
                 max_new_tokens=MAX_NEW_TOKENS,
-            ).statistics
-            committed += statistics.committed[0]
-        lengths[dtype] = sum(committed) / len(committed)
-    assert lengths[torch.float32] > 1.2
-    return lengths
+            )
+            answers += output.statistics.committed
+        assert mean_length(answers) > 1.2
+    return passes
+
+
+def mean_length(answers: list[list[int]]) -> float:
+    """Acceptance length of the passes of several answers."""
+    return sum(map(sum, answers)) / sum(map(len, answers))
 
 
 @pytest.fixture(scope="module")
 def exported_folder(trained_folder, tmp_path_factory) -> Any:
-    """Folders of the trained draft in a layout, in bf16; a name with `DFlash`, by which vLLM knows the method."""
+    """Writes the trained draft in a layout and a dtype."""
 
-    def export(layout: str) -> Path:
-        folder = tmp_path_factory.mktemp("export") / f"SmolLM2-135M-Instruct-DFlash-{layout}"
+    def export(layout: str, dtype: torch.dtype) -> Path:
+        folder = tmp_path_factory.mktemp("export") / "SmolLM2-135M-Instruct-DFlash"
         draft = DFlashDraftModel.from_pretrained(trained_folder)
         draft.config.target_name_or_path = str(prepare_demo_target())
-        save_in_layout(draft, folder, layout, dtype=torch.bfloat16)
-        return folder
+        return save_in_layout(draft, folder, layout, dtype=dtype)
 
     return export
 
@@ -191,50 +194,53 @@ def exported_folder(trained_folder, tmp_path_factory) -> Any:
 def run_vllm(prompt_ids, tmp_path) -> Any:
     interpreter = worker_interpreter("DFLASH_HF_VLLM_PYTHON", "vLLM")
 
-    def run(draft: Path | None, dtype: str) -> dict[str, Any]:
+    def run(draft: Path | None, dtype: str, **options: bool) -> dict[str, Any]:
         request = {
             "target": str(prepare_demo_target()),
             "draft": None if draft is None else str(draft),
             "dtype": dtype,
             "prompts": prompt_ids,
             "max_new_tokens": MAX_NEW_TOKENS,
+            **options,
         }
         (tmp_path / "request.json").write_text(json.dumps(request))
         run_worker(interpreter, "vllm_worker.py", tmp_path / "request.json", tmp_path / "result.json")
-        result = json.loads((tmp_path / "result.json").read_text())
-        if draft is not None:
-            result["accept_len"] = 1 + result["num_accepted_tokens"] / result["num_drafts"]
-        return result
+        return json.loads((tmp_path / "result.json").read_text())
 
     return run
 
 
 @pytest.mark.consumers
 @pytest.mark.parametrize("layout", ["serving", "speculators"])
-def test_vllm_serves_an_exported_draft_and_accepts_as_much_as_our_loop(
-    layout, run_vllm, own_accept_len, exported_folder
-):
-    """In bf16 half of the texts part at near-ties, hence the tenth."""
-    accept_len = run_vllm(exported_folder(layout), "bfloat16")["accept_len"]
-    assert accept_len == pytest.approx(own_accept_len[torch.bfloat16], rel=0.1)
+def test_vllm_serves_an_exported_draft_and_accepts_as_much_as_our_loop(layout, run_vllm, own_passes, exported_folder):
+    """In bf16 half of the texts part at near-ties, and on a CPU vLLM norms keys with another weight: hence a tenth."""
+    result = run_vllm(exported_folder(layout, torch.bfloat16), "bfloat16")
+    accept_len = 1 + result["num_accepted_tokens"] / result["num_drafts"]
+    assert accept_len == pytest.approx(mean_length(own_passes[torch.bfloat16]), rel=0.1)
 
 
 @pytest.mark.consumers
-def test_vllm_answers_in_fp32_are_the_same_with_and_without_the_draft(run_vllm, own_accept_len, exported_folder):
-    plain, drafted = run_vllm(None, "float32"), run_vllm(exported_folder("serving"), "float32")
-    assert drafted["token_ids"] == plain["token_ids"]
-    assert drafted["accept_len"] == pytest.approx(own_accept_len[torch.float32], rel=0.05)
+def test_vllm_gives_the_same_fp32_text_with_and_without_a_draft_and_accepts_in_every_pass_what_our_loop_does(
+    run_vllm, own_passes, exported_folder
+):
+    """A near-tie may part one answer of twelve; the passes of the others are equal one by one."""
+    plain = run_vllm(None, "float32")
+    drafted = run_vllm(exported_folder("serving", torch.float32), "float32", use_each_layers_k_norm=True)
+    assert sum(map(list.__ne__, plain["token_ids"], drafted["token_ids"])) <= 1
+    num_other = 0
+    for accepted, committed in zip(drafted["accepted"], own_passes[torch.float32], strict=True):
+        # our last pass ends with the answer, and so does the list of ours where one token alone was left
+        num_other += [count + 1 for count in accepted[: len(committed) - 1]] != committed[:-1]
+        assert len(committed) > 8
+    assert num_other <= 1
 
 
 @pytest.mark.consumers
-def test_the_dflash_package_loads_the_export_and_accepts_as_much_as_our_loop(
-    prompt_ids, own_accept_len, exported_folder
-):
-    """Greedy, fp32; its acceptance is counted by the passes of the target after the prefill."""
+def test_the_dflash_package_loads_the_export_and_accepts_as_much_as_our_loop(prompt_ids, own_passes, exported_folder):
+    """Its acceptance is counted by the passes of the target; ours leaves out a pass for a single last token."""
     reference = pytest.importorskip("dflash.model", reason="the package dflash 0.1.0 is not installed")
-    draft, info = reference.DFlashDraftModel.from_pretrained(
-        exported_folder("serving"), dtype=torch.float32, output_loading_info=True
-    )
+    folder = exported_folder("serving", torch.float32)
+    draft, info = reference.DFlashDraftModel.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
     target = AutoModelForCausalLM.from_pretrained(prepare_demo_target(), dtype=torch.float32).eval()
     passes: list[None] = []
@@ -245,4 +251,4 @@ def test_the_dflash_package_loads_the_export_and_accepts_as_much_as_our_loop(
         sequence = reference.dflash_generate(draft, target, prompt, MAX_NEW_TOKENS, [target.config.eos_token_id])
         num_tokens += sequence.shape[1] - prompt.shape[1] - 1  # the first one comes from the prefill
     accept_len = num_tokens / (len(passes) - len(prompt_ids))
-    assert accept_len == pytest.approx(own_accept_len[torch.float32], rel=0.05)
+    assert accept_len == pytest.approx(mean_length(own_passes[torch.float32]), rel=0.05)

@@ -28,6 +28,25 @@ def num_slots(folder: str) -> int:
     return json.loads((Path(folder) / "config.json").read_text())["block_size"] - 1
 
 
+def use_each_layers_k_norm(worker: Any) -> None:
+    """
+    Norm the context's keys of every draft layer with that layer's own weight.
+
+    The CPU kernel of vLLM 0.32 takes the first layer's for all of them; its CUDA kernel does what this does.
+    """
+    import torch
+
+    draft = worker.model_runner.drafter.model.model
+
+    def normalize(keys: torch.Tensor) -> torch.Tensor:
+        weight = draft._k_norm_weights[:, None, None].float()
+        return (
+            torch.nn.functional.rms_norm(keys.float(), keys.shape[-1:], eps=draft._rms_norm_eps).mul(weight).to(keys)
+        )
+
+    draft._normalize_context_k = normalize
+
+
 def main(request_file: str, result_file: str) -> None:
     from vllm import LLM, SamplingParams
 
@@ -39,6 +58,7 @@ def main(request_file: str, result_file: str) -> None:
             "model": request["draft"],
             "num_speculative_tokens": num_slots(request["draft"]),
         }
+        settings["per_request_spec_decode_metrics"] = "detailed"
     llm = LLM(
         model=request["target"],
         dtype=request["dtype"],
@@ -49,6 +69,8 @@ def main(request_file: str, result_file: str) -> None:
         disable_log_stats=False,
         **settings,
     )
+    if request.get("use_each_layers_k_norm"):
+        llm.collective_rpc(use_each_layers_k_norm)
     sampling = SamplingParams(temperature=0.0, max_tokens=request["max_new_tokens"], logprobs=2)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], sampling, use_tqdm=False)
     answers = [output.outputs[0] for output in outputs]
@@ -57,6 +79,9 @@ def main(request_file: str, result_file: str) -> None:
         "margins": [  # between the two best tokens, in nats
             [max(pair) - min(pair) for pair in ([entry.logprob for entry in step.values()][:2] for step in steps)]
             for steps in (answer.logprobs for answer in answers)
+        ],
+        "accepted": [  # drafted tokens that each pass accepted
+            answer.spec_decode_metrics.per_step_accepted if answer.spec_decode_metrics else [] for answer in answers
         ],
         "seconds": [output.metrics.last_token_ts - output.metrics.first_token_ts for output in outputs],
         **counters(llm),
