@@ -283,8 +283,12 @@ def _conditions(files: _Files, reader: str) -> Iterator[str]:
         if files.layout == "muse" and not files.nested.get("target_layer_ids"):
             yield "reads the layer ids of this layout in its second model runner alone (on a GPU)"
         yield f"num_speculative_tokens must be at most {config.block_size - 1}"
+        if config.num_hidden_layers > 1:
+            yield "on a CPU it norms the context's keys of all layers with the first one's weight: fewer are accepted"
     if reader == "sglang":
         yield "on a GPU"
+        if config.dtype == torch.float32:
+            yield "runs float32 files in float16, in which drafts overflow: give --dtype bfloat16"
     if reader == "dflash" and config.dtype == torch.float32:
         yield "does not cast: load it with dtype= of the target"
     if reader == "speculators" and "sliding_attention" in (config.layer_types or []):

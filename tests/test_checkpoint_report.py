@@ -190,6 +190,8 @@ def test_conditions_are_said_of_readers_that_can_load(tmp_path):
     found = verdicts(folder)
     assert '"method": "dflash"' in found["vllm"][1]
     assert "at most 3" in found["vllm"][1]
+    assert "on a CPU" in found["vllm"][1]
+    assert "--dtype bfloat16" in found["sglang"][1]
     assert "dtype=" in found["dflash"][1]
     native = save_in_layout(make_draft(make_target()), tmp_path / "native", "native")
     assert verdicts(native)["transformers"] == (True, "with trust_remote_code=True")

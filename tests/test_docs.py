@@ -192,6 +192,20 @@ def test_shell_options_in_the_decoding_guide_are_those_of_the_commands():
         assert named == {option for parameter in command.params for option in parameter.opts} - {"--help"}
 
 
+@pytest.mark.parametrize("name", ["checkpoints.md", "serving.md"])
+def test_shell_lines_of_the_guides_about_checkpoints_are_understood(name):
+    import typer
+
+    from dflash_hf.cli import app
+
+    commands = typer.main.get_command(app).commands
+    lines = re.findall(r"^dflash-hf (\w+) ([^#\n]*)", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE)
+    assert {command for command, _ in lines} == {"convert", "check"}
+    for command, arguments in lines:
+        known = {option for parameter in commands[command].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= known
+
+
 def test_readme_shell_flags_exist():
     from dflash_hf.cli.train import DraftAndDataArguments
     from dflash_hf.training_args import DFlashTrainingArguments

@@ -1,0 +1,254 @@
+"""Drafts written for other software, read by that software: transformers' Muse class, vLLM, dflash and speculators."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import greedy, make_draft
+from safetensors.torch import load_file, save_file
+from test_real_model import QUESTIONS, run_demo
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MuseGlimmerAssistantModel
+from transformers.cache_utils import DFlashCache
+
+from dflash_hf import DFlashDraftModel, speculative_generate
+from dflash_hf.checkpoints import save_in_layout
+from dflash_hf.demo_target import prepare_demo_target
+from dflash_hf.evaluation import chat_inputs
+from dflash_hf.regenerate import read_prompts
+
+MAX_NEW_TOKENS = 64
+
+
+@pytest.mark.parametrize("layers", ["full", "sliding"])
+def test_transformers_muse_class_computes_the_same_hidden_states(layers, target, tmp_path):
+    """Its sliding window sees one key more than ours of the same number, so the layout writes one less."""
+    kinds = {
+        "full": {},
+        "sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": False},
+    }
+    draft = make_draft(target, **kinds[layers])
+    save_in_layout(draft, tmp_path, "muse")
+    muse = AutoModel.from_pretrained(tmp_path).eval()
+    assert type(muse) is MuseGlimmerAssistantModel
+
+    torch.manual_seed(2)
+    caches = DFlashCache(config=draft.config), DFlashCache(config=muse.config)
+    start = 0
+    for num_new in (9, 1, 4):  # the prompt, then what two passes of the target accepted
+        noise, context = torch.randn(1, 4, 32), torch.randn(1, num_new, 64)
+        for cache in caches:
+            cache.activate_past_recording()
+            cache.set_previous_accepted_tokens(num_new)
+        inputs = {
+            "noise_embeds": noise,
+            "context_hidden_states": context,
+            "position_ids": torch.arange(start, start + num_new + 4)[None],
+        }
+        with torch.no_grad():
+            ours, theirs = (
+                model(**inputs, cache=cache).last_hidden_state
+                for model, cache in zip((draft, muse), caches, strict=True)
+            )
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        for cache in caches:
+            cache.crop(-4)
+        start += num_new
+
+
+@pytest.mark.parametrize("layers", ["full", "sliding"])
+def test_transformers_muse_class_drafts_the_same_tokens_in_generate(layers, target, tmp_path):
+    kinds = {
+        "full": {},
+        "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "is_causal": False},
+    }
+    draft = make_draft(target, **kinds[layers])
+    save_in_layout(draft, tmp_path, "muse")
+    muse = AutoModel.from_pretrained(tmp_path).eval()
+    prompt = torch.arange(1, 8)[None]
+
+    def run(assistant: torch.nn.Module) -> tuple[list[int], torch.Tensor]:
+        proposed: list[torch.Tensor] = []
+        hook = assistant.register_forward_hook(
+            lambda module, args, output: proposed.append(target.lm_head(output.last_hidden_state[0, 1:]).argmax(-1))
+        )
+        tokens = greedy(target, prompt, 16, assistant_model=assistant, speculation_type="dflash")
+        hook.remove()
+        return tokens, torch.stack(proposed)
+
+    tokens, proposed = run(draft)
+    muse_tokens, muse_proposed = run(muse)
+    assert tokens == muse_tokens == greedy(target, prompt, 16)
+    assert torch.equal(proposed, muse_proposed)
+    assert len(proposed.unique(dim=0)) > 3
+
+
+def worker_interpreter(variable: str, package: str) -> str:
+    """The interpreter of another environment, named by an environment variable; skips where it is not."""
+    interpreter = os.environ.get(variable)
+    if not interpreter:
+        pytest.skip(f"{variable} names no Python interpreter that has {package}")
+    return interpreter
+
+
+def run_worker(interpreter: str, script: str, *arguments: object) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the worker sends a function to vLLM's own processes
+    command = [interpreter, str(Path(__file__).parent / script), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
+    return result.stdout
+
+
+@pytest.mark.consumers
+def test_speculators_computes_the_same_logits_from_its_layout(saved_target, tmp_path):
+    interpreter = worker_interpreter("DFLASH_HF_SPECULATORS_PYTHON", "speculators")
+    target = AutoModelForCausalLM.from_pretrained(saved_target())
+    draft = make_draft(target, mask_token_id=270, target_layer_ids=[0, 2])
+    draft.config.target_name_or_path = target.config.name_or_path
+    save_in_layout(draft, tmp_path / "draft", "speculators")
+
+    torch.manual_seed(2)
+    block_ids = torch.tensor([[7, 270, 270, 270]])
+    inputs = {"noise_embeds": draft.embed_blocks(block_ids[:, :1]), "context_hidden_states": torch.randn(1, 9, 64)}
+    save_file({**inputs, "block_ids": block_ids}, tmp_path / "inputs.safetensors")
+    files = (tmp_path / "draft", tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors")
+    printed = run_worker(interpreter, "speculators_worker.py", *files)
+    assert json.loads(printed.splitlines()[-1]) == {
+        "class": "DFlashDraftModel",
+        "block_size": 4,
+        "mask_token_id": 270,
+        "aux_hidden_state_layer_ids": [1, 3],
+    }
+    theirs = load_file(tmp_path / "outputs.safetensors")
+    assert torch.equal(theirs["block_embeds"], inputs["noise_embeds"])
+    with torch.no_grad():
+        ours = draft.compute_logits(draft(**inputs).last_hidden_state)
+    torch.testing.assert_close(ours, theirs["logits"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory) -> Path:
+    """`DFLASH_HF_DRAFT`, a draft for SmolLM2-135M-Instruct, or one trained for a minute."""
+    if folder := os.environ.get("DFLASH_HF_DRAFT"):
+        return Path(folder)
+    folder = tmp_path_factory.mktemp("demo")
+    run_demo(folder, "--minutes", "1", "--rows", "160", "--questions", "1", "--max-new-tokens", "8")
+    return folder / "draft"
+
+
+@pytest.fixture(scope="module")
+def prompt_ids() -> list[list[int]]:
+    """Twelve questions through the chat template; a consumer gets tokens, so that no tokenizer makes a difference."""
+    tokenizer = AutoTokenizer.from_pretrained(prepare_demo_target())
+    device = torch.device("cpu")
+    return [chat_inputs(tokenizer, prompt, device)["input_ids"][0].tolist() for prompt in read_prompts(QUESTIONS)[:12]]
+
+
+@pytest.fixture(scope="module")
+def own_passes(trained_folder, prompt_ids) -> dict[torch.dtype, list[list[int]]]:
+    """Tokens that each pass of our loop commits to each answer: a chain, the trained block."""
+    passes: dict[torch.dtype, list[list[int]]] = {torch.float32: [], torch.bfloat16: []}
+    for dtype, answers in passes.items():
+        target = AutoModelForCausalLM.from_pretrained(prepare_demo_target(), dtype=dtype).eval()
+        draft = DFlashDraftModel.from_pretrained(trained_folder, dtype=dtype, target=target)
+        for ids in prompt_ids:
+            output = speculative_generate(
+                target,
+                draft,
+                input_ids=torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids)),
+                do_sample=False,
+                max_new_tokens=MAX_NEW_TOKENS,
+            )
+            answers += output.statistics.committed
+        assert mean_length(answers) > 1.2
+    return passes
+
+
+def mean_length(answers: list[list[int]]) -> float:
+    """Acceptance length of the passes of several answers."""
+    return sum(map(sum, answers)) / sum(map(len, answers))
+
+
+@pytest.fixture(scope="module")
+def exported_folder(trained_folder, tmp_path_factory) -> Any:
+    """Writes the trained draft in a layout and a dtype."""
+
+    def export(layout: str, dtype: torch.dtype) -> Path:
+        folder = tmp_path_factory.mktemp("export") / "SmolLM2-135M-Instruct-DFlash"
+        draft = DFlashDraftModel.from_pretrained(trained_folder)
+        draft.config.target_name_or_path = str(prepare_demo_target())
+        return save_in_layout(draft, folder, layout, dtype=dtype)
+
+    return export
+
+
+@pytest.fixture
+def run_vllm(prompt_ids, tmp_path) -> Any:
+    interpreter = worker_interpreter("DFLASH_HF_VLLM_PYTHON", "vLLM")
+
+    def run(draft: Path | None, dtype: str, **options: bool) -> dict[str, Any]:
+        request = {
+            "target": str(prepare_demo_target()),
+            "draft": None if draft is None else str(draft),
+            "dtype": dtype,
+            "prompts": prompt_ids,
+            "max_new_tokens": MAX_NEW_TOKENS,
+            **options,
+        }
+        (tmp_path / "request.json").write_text(json.dumps(request))
+        run_worker(interpreter, "vllm_worker.py", tmp_path / "request.json", tmp_path / "result.json")
+        return json.loads((tmp_path / "result.json").read_text())
+
+    return run
+
+
+@pytest.mark.consumers
+@pytest.mark.parametrize("layout", ["serving", "speculators"])
+def test_vllm_serves_an_exported_draft_and_accepts_as_much_as_our_loop(layout, run_vllm, own_passes, exported_folder):
+    """In bf16 half of the texts part at near-ties, and on a CPU vLLM norms keys with another weight: hence a tenth."""
+    result = run_vllm(exported_folder(layout, torch.bfloat16), "bfloat16")
+    accept_len = 1 + result["num_accepted_tokens"] / result["num_drafts"]
+    assert accept_len == pytest.approx(mean_length(own_passes[torch.bfloat16]), rel=0.1)
+
+
+@pytest.mark.consumers
+def test_vllm_gives_the_same_fp32_text_with_and_without_a_draft_and_accepts_in_every_pass_what_our_loop_does(
+    run_vllm, own_passes, exported_folder
+):
+    """A near-tie may part one answer of twelve; the passes of the others are equal one by one."""
+    plain = run_vllm(None, "float32")
+    drafted = run_vllm(exported_folder("serving", torch.float32), "float32", use_each_layers_k_norm=True)
+    assert sum(map(list.__ne__, plain["token_ids"], drafted["token_ids"])) <= 1
+    num_other = 0
+    for accepted, committed in zip(drafted["accepted"], own_passes[torch.float32], strict=True):
+        # our last pass ends with the answer, and so does the list of ours where one token alone was left
+        num_other += [count + 1 for count in accepted[: len(committed) - 1]] != committed[:-1]
+        assert len(committed) > 8
+    assert num_other <= 1
+
+
+@pytest.mark.consumers
+def test_the_dflash_package_loads_the_export_and_accepts_as_much_as_our_loop(prompt_ids, own_passes, exported_folder):
+    """Its acceptance is counted by the passes of the target; ours leaves out a pass for a single last token."""
+    reference = pytest.importorskip("dflash.model", reason="the package dflash 0.1.0 is not installed")
+    folder = exported_folder("serving", torch.float32)
+    draft, info = reference.DFlashDraftModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    target = AutoModelForCausalLM.from_pretrained(prepare_demo_target(), dtype=torch.float32).eval()
+    passes: list[None] = []
+    target.register_forward_hook(lambda *_: passes.append(None))
+    num_tokens = 0
+    for ids in prompt_ids:
+        prompt = torch.tensor([ids])
+        sequence = reference.dflash_generate(draft, target, prompt, MAX_NEW_TOKENS, [target.config.eos_token_id])
+        num_tokens += sequence.shape[1] - prompt.shape[1] - 1  # the first one comes from the prefill
+    accept_len = num_tokens / (len(passes) - len(prompt_ids))
+    assert accept_len == pytest.approx(mean_length(own_passes[torch.float32]), rel=0.05)
