@@ -30,7 +30,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from .checkpoints import INDEX, WEIGHTS, read_json, save_in_layout, tensor_shapes
 from .configuration_dflash import DFlashConfig
-from .model_card import CARD_NAME, DraftCard, is_own_card, write_model_card
+from .model_card import CARD_NAME, FACTS_NAME, DraftCard, is_own_card, write_model_card
 from .modeling_dflash import DFlashDraftModel
 
 logger = logging.get_logger(__name__)
@@ -47,8 +47,8 @@ def draft_files(folder: str | os.PathLike[str]) -> list[str]:
         folder (`str` or `PathLike`): where a draft was saved, in any layout.
 
     Returns:
-        `list[str]`: configuration and weights; source files, card and the pictures that the card shows, where they
-        are there. Whatever else is in the folder is not named.
+        `list[str]`: configuration and weights; source files, card, its facts and its pictures, where they are there.
+        Whatever else is in the folder is not named.
 
     Raises:
         OSError: configuration or weights are missing or damaged, or an index names a file outside the folder.
@@ -62,12 +62,12 @@ def draft_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _card_files(folder: Path) -> list[str]:
-    """The card, if there is one, and the pictures beside it that it shows."""
+    """The card, if there is one, the facts that it is written from, and the pictures that it shows."""
     card = folder / CARD_NAME
     if not card.is_file():
         return []
     pictures = re.findall(r"!\[[^\]]*\]\(([\w.-]+)\)", card.read_text(encoding="utf-8"))
-    return [CARD_NAME, *(name for name in pictures if (folder / name).is_file())]
+    return [CARD_NAME, *(name for name in (FACTS_NAME, *pictures) if (folder / name).is_file())]
 
 
 def check_target_name(config: DFlashConfig, target_name: str | None = None) -> None:

@@ -21,7 +21,8 @@ from dflash_hf.cli import main
 from dflash_hf.sharing import draft_files, publish_draft, upload_draft, upload_in_background
 
 WEIGHTS_AND_CODE = {"config.json", "model.safetensors", "configuration_dflash.py", "modeling_dflash.py"}
-NATIVE_FILES = WEIGHTS_AND_CODE | {"README.md"}
+CARD_FILES = {"README.md", "card_facts.json"}
+NATIVE_FILES = WEIGHTS_AND_CODE | CARD_FILES
 
 
 def shareable_draft(seed: int = 1, **overrides) -> DFlashDraftModel:
@@ -304,7 +305,7 @@ def test_both_layouts_are_published_with_cards_that_name_each_other(hub, saved, 
     assert list(commits) == ["writer/my-draft", "org/my-draft-DFlash"]
     native, serving = (hub.repositories[name] for name in commits)
     assert set(native.files()) == NATIVE_FILES
-    assert set(serving.files()) == {"config.json", "model.safetensors", "README.md"}
+    assert set(serving.files()) == {"config.json", "model.safetensors"} | CARD_FILES
     assert native.private
     assert serving.private
     assert json.loads(native.files()["config.json"])["target_name_or_path"] == "org/target"
@@ -503,7 +504,7 @@ def test_the_trainer_publishes_the_serving_layout_too(hub, tmp_path):
     commit = trainer.push_to_hub(serving_repo="org/trained-DFlash", **arguments).result()
     assert commit.repo_url.repo_id == "org/trained"
     assert set(hub.repositories["org/trained"].files()) == NATIVE_FILES
-    assert set(hub.repositories["org/trained-DFlash"].files()) == {"config.json", "model.safetensors", "README.md"}
+    assert set(hub.repositories["org/trained-DFlash"].files()) == {"config.json", "model.safetensors"} | CARD_FILES
     assert all(repository.private for repository in hub.repositories.values())
     assert_same_tensors(weights_of(hub, "org/trained"), trainer.draft)
     assert_same_tensors(weights_of(hub, "org/trained-DFlash"), trainer.draft, torch.bfloat16)
