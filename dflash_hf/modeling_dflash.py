@@ -7,7 +7,8 @@ import hashlib
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -574,6 +575,20 @@ def weights_error(name_or_path: Any, problems: Mapping[str, Any]) -> ValueError:
     )
 
 
+@contextmanager
+def _errors_that_name(name_or_path: Any) -> Iterator[None]:
+    """Inside the context every error of a file is an `OSError` that names the draft."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"The weights in {str(name_or_path)!r} are damaged ({error}). Fetch them again.") from error
+    except OSError as error:
+        raise OSError(
+            f"The draft {str(name_or_path)!r} cannot be loaded: {' '.join(str(error).split())} Give the folder or the "
+            "Hub name of a draft."
+        ) from error
+
+
 class TargetModules:
     """
     The target's embedding and head, held by a draft without being part of it.
@@ -827,7 +842,7 @@ class DFlashDraftModel(DFlashBody):
         name: Any = pretrained_model_name_or_path
         hub_names = ("token", "cache_dir", "local_files_only", "revision", "subfolder")
         hub_kwargs = {key: kwargs[key] for key in hub_names if key in kwargs}
-        try:
+        with _errors_that_name(pretrained_model_name_or_path):
             if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
                 raise ValueError(
                     "tp_plan= and tp_size= are deprecated in transformers. Pass "
@@ -854,15 +869,6 @@ class DFlashDraftModel(DFlashBody):
                 kwargs.update(given)
             loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
             draft, info = loaded
-        except SafetensorError as error:
-            raise OSError(
-                f"The weights in {str(pretrained_model_name_or_path)!r} are damaged ({error}). Fetch them again."
-            ) from error
-        except OSError as error:
-            raise OSError(
-                f"The draft {str(pretrained_model_name_or_path)!r} cannot be loaded: "
-                f"{' '.join(str(error).split())} Give the folder or the Hub name of a draft."
-            ) from error
         kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
         problems = {kind.replace("_", " "): info[kind] for kind in kinds}
         problems["not finite"] = {
@@ -870,7 +876,8 @@ class DFlashDraftModel(DFlashBody):
         }
         if any(problems.values()):
             raise weights_error(pretrained_model_name_or_path, problems)
-        draft.config.name_or_path = draft.name_or_path = str(pretrained_model_name_or_path)
+        if name is None and pretrained_model_name_or_path is not None:  # loaded from tensors, which have no name
+            draft.config.name_or_path = draft.name_or_path = str(pretrained_model_name_or_path)
         if draft.dtype == torch.float16:
             logger.warning(
                 f"The draft {str(pretrained_model_name_or_path)!r} is in float16, in which the activations of a draft "
