@@ -197,12 +197,10 @@ def test_the_ranks_of_a_run_with_a_time_budget_share_one_clock(ranks):
 
 def test_one_rank_of_a_sharded_run_pushes_the_whole_draft_in_both_layouts(ranks):
     pushed = ranks["pushed"]
-    native = ["README.md", "config.json", "configuration_dflash.py", "model.safetensors", "modeling_dflash.py"]
+    serving = ["README.md", "card_facts.json", "config.json", "model.safetensors"]
+    native = sorted([*serving, "configuration_dflash.py", "modeling_dflash.py"])
     assert pushed["in_progress"] == native
-    assert pushed["files"] == {
-        "org/trained": native,
-        "org/trained-DFlash": ["README.md", "config.json", "model.safetensors"],
-    }
+    assert pushed["files"] == {"org/trained": native, "org/trained-DFlash": serving}
     for name, dtype in (("org/trained", torch.float32), ("org/trained-DFlash", torch.bfloat16)):
         tensors = pushed["tensors"][name]
         assert tensors.keys() == pushed["weights"].keys()
