@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModel, Gemma3ForCausalLM, Gemma3TextCon
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_checkpoint, save_in_layout
+from dflash_hf.cli.loading import load_pair
 from dflash_hf.layouts import LAYOUTS, layout_config, layout_of, native_values
 from dflash_hf.modeling_dflash import embedding_scale, rotary_angles
 
@@ -280,6 +281,12 @@ def test_the_targets_name_stands_in_for_what_the_file_leaves_out(target, tmp_pat
         DFlashDraftModel.from_pretrained(folder)
     draft = DFlashDraftModel.from_pretrained(folder, target=str(tmp_path / "target"))
     assert (draft.config.vocab_size, draft.config.target_num_hidden_layers) == (97, 4)
+
+
+def test_the_commands_run_a_draft_whose_file_leaves_its_target_to_them(saved_target, tmp_path):
+    folder = write_producer(tmp_path / "draft", "muse")
+    _, draft, _ = load_pair(str(folder), saved_target(vocab_size=272), "float32")
+    assert (draft.config.vocab_size, draft.is_tied) == (272, True)
 
 
 def test_a_target_that_is_not_there_does_not_keep_a_complete_draft_from_loading(tmp_path):

@@ -63,7 +63,7 @@ def decode(
     given = read_prompts(str(prompts or QUESTIONS))
     if not 1 <= num_prompts <= len(given):
         raise ValueError(f"--num-prompts {num_prompts} must be 1 to {len(given)}, the prompts in the file.")
-    pair = DFlashDraftModel.from_pretrained(draft, target=False)
+    pair = DFlashDraftModel.from_pretrained(draft, target=target or False)
     trained = pair.config.block_size
     settings = BenchmarkSettings(
         max_new_tokens=max_new_tokens,

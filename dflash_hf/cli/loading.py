@@ -57,7 +57,7 @@ def load_pair(
         ValueError: no target is known, the dtype is unknown, or the two do not fit together.
         OSError: one of them cannot be read.
     """
-    pair = DFlashDraftModel.from_pretrained(draft, target=False)
+    pair = DFlashDraftModel.from_pretrained(draft, target=target or False)
     model, tokenizer = load_target_of(pair, target, dtype)
     return model, pair, tokenizer
 
