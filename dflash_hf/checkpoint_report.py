@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .checkpoints import checkpoint_folder, read_json, tensor_shapes
 from .configuration_dflash import DFlashConfig
 from .layouts import MODULE_NAMES, TARGET_TENSORS, layout_of, native_tensor_name
-from .modeling_dflash import DFlashBody, DFlashDraftModel
+from .modeling_dflash import DFlashDraftModel
 
 READERS = {
     "dflash_hf": "this package",
@@ -103,7 +103,7 @@ def check_checkpoint(
     }
     verdicts = [ours]
     for reader, rule in rules.items():
-        refusals = tuple(_weights_refuse(files, reader)) + tuple(rule(files))
+        refusals = tuple(rule(files)) or tuple(_weights_refuse(files, reader))
         verdicts.append(Verdict(reader, not refusals, refusals or tuple(_conditions(files, reader))))
     size = sum(torch.Size(shape).numel() for _, shape in shapes.values())
     return CheckpointReport(layout, files.config, size, tuple(verdicts))
@@ -147,11 +147,14 @@ def _notes(draft: DFlashDraftModel | None) -> Iterator[str]:
     if draft.config.target_num_hidden_layers is None:
         yield "does not say how deep its target is, which is learnt when it is tied (--target)"
     if Path(draft.config.target_name_or_path or "").is_absolute():
-        yield f"names its target by a local path, {draft.config.target_name_or_path}: others will not find it"
+        yield (
+            f"names its target by a local path, {draft.config.target_name_or_path}: others will not find it; convert "
+            "it with --set target_name_or_path=org/model"
+        )
 
 
 def _weights_refuse(files: _Files, reader: str) -> Iterator[str]:
-    """Tensor names: some readers know more than the reference's; none of them notices a tensor that is missing."""
+    """Tensor names: some readers know more than the reference's."""
     if files.config is None:
         yield "not judged"
         return
@@ -161,14 +164,10 @@ def _weights_refuse(files: _Files, reader: str) -> Iterator[str]:
         for name in files.tensors
         if name.rpartition(".")[0] in MODULE_NAMES.keys() - known and native_tensor_name(name) != name
     )
-    with torch.device("meta"):
-        missing = DFlashBody(files.config).state_dict().keys() - {native_tensor_name(name) for name in files.tensors}
     unwanted = {"vllm": {"logit_head.weight"}, "transformers": set(TARGET_TENSORS)}.get(reader, set())
     foreign += sorted(unwanted & files.tensors)
     if foreign:
         yield f"does not know the tensor names {', '.join(foreign)}"
-    if missing:
-        yield f"would not notice that {', '.join(sorted(missing))} are missing"
 
 
 def _converts(files: _Files, layout: str) -> str:

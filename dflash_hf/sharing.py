@@ -88,7 +88,7 @@ def check_target_name(config: DFlashConfig, target_name: str | None = None) -> N
     except HFValidationError:
         is_hub_name = False
     if not is_hub_name:
-        source = "target_name" if target_name is not None else "The draft's configuration has target_name_or_path"
+        source = "target_name" if target_name is not None else "The draft's target_name_or_path"
         raise ValueError(
             f"{source}={name or None!r} is no name on the Hub (or a folder here, too): whoever pulls the draft could "
             "not load its target. Give target_name='org/model' (dflash-hf push --target-name org/model), or set "
