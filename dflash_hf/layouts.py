@@ -569,7 +569,13 @@ def _to_muse(config: DFlashConfig) -> dict[str, Any]:
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids or []),
-        **_kept(config),
+        **_kept(config, "dflash_config"),
+        # where one of vLLM's two model runners looks for them
+        "dflash_config": {
+            **getattr(config, "dflash_config", {}),
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids or []),
+        },
     }
     return written if config.is_causal is None else {**written, "is_causal": config.is_causal}
 

@@ -185,6 +185,13 @@ def test_a_wrong_target_and_another_method_are_explained(target, tmp_path):
     assert verdicts(other)["dflash_hf"][1].startswith("The checkpoint is a DFlash 2 draft")
 
 
+def test_the_layer_ids_of_a_muse_folder_are_where_both_runners_of_vllm_look(tmp_path):
+    folder = save_in_layout(make_draft(make_target()), tmp_path / "tiny-DFlash", "muse")
+    assert "second model runner" not in verdicts(folder)["vllm"][1]
+    change(folder, dflash_config=None)
+    assert "second model runner" in verdicts(folder)["vllm"][1]
+
+
 def test_conditions_are_said_of_readers_that_can_load(tmp_path):
     folder = save_in_layout(make_draft(make_target()), tmp_path / "my-draft", "serving", dtype=torch.float32)
     found = verdicts(folder)
