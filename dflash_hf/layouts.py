@@ -312,7 +312,8 @@ def _layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) 
 
 def _from_flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Ours, and the same keys in the files of TorchSpec and AngelSpec, which leave some out."""
-    own = {name: raw[name] for name in ("architectures", "auto_map", "transformers_version") if name in raw}
+    bookkeeping = ("_name_or_path", "architectures", "auto_map", "transformers_version")
+    own = {name: raw[name] for name in bookkeeping if name in raw}
     values = {**own, **_rest(raw, "dflash_config"), **_flat_rope(raw), **_drafting(raw)}
     if raw.get("head_dim") is None and raw.get("hidden_size") and raw.get("num_attention_heads"):
         values["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]

@@ -133,6 +133,13 @@ def test_there_and_back_nothing_changes(layout, variant, tmp_path):
     assert all(torch.equal(value, back.state_dict()[name]) for name, value in draft.state_dict().items())
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_configuration_of_ours_goes_through_a_dictionary_unchanged(variant):
+    config = make_draft(make_target(), **VARIANTS[variant]).config
+    config.name_or_path = "org/draft"
+    assert DFlashConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
 def test_the_serving_layout_is_what_servers_read(tmp_path):
     draft = make_draft(make_target(rope_parameters={"rope_type": "default", "rope_theta": 30000.0}))
     save_in_layout(draft, tmp_path / "tiny-DFlash", "serving")
