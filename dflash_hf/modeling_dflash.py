@@ -965,7 +965,9 @@ class DFlashDraftModel(DFlashBody):
         for name, checksum in (config.target_tensor_checksums or {}).items():
             module = modules.embedding if name.startswith("embed") else modules.head
             weight: Any = with_whole_weights(module).weight
-            if tensor_checksum(weight.to(getattr(torch, checksum.split()[0]))) != checksum:
+            if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
+                problems.append(f"{name} of the draft's file cannot be compared with the target's quantised one")
+            elif tensor_checksum(weight.to(getattr(torch, checksum.split()[0]))) != checksum:
                 problems.append(f"{name} of the draft's file is not the target's")
         if problems:
             raise ValueError(

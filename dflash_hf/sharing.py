@@ -272,6 +272,10 @@ def push_draft(
     Raises:
         OSError: the Hub refuses (`HfHubHTTPError`).
     """
+    try:
+        check_target_name(draft.config)
+    except ValueError as error:
+        logger.warning(str(error))
     with TemporaryDirectory() as folder:
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
         with _hub_in_reach():

@@ -85,6 +85,13 @@ def test_the_card_of_a_pushed_draft_names_repository_and_target_and_takes_tags(h
     assert 'from_pretrained("writer/my-draft"' in hub.repositories["writer/my-draft"].files()["README.md"].decode()
 
 
+def test_a_push_of_a_draft_whose_target_is_a_folder_is_warned_of(hub, tmp_path, caplog):
+    draft = shareable_draft()
+    draft.config.target_name_or_path = str(tmp_path)
+    draft.push_to_hub("org/my-draft")
+    assert "is no name on the Hub" in caplog.text
+
+
 def test_a_readme_that_was_edited_on_the_hub_is_kept_by_every_later_push(hub, tmp_path, caplog):
     draft = shareable_draft()
     draft.push_to_hub("org/my-draft")

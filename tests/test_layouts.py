@@ -18,6 +18,7 @@ from foreign_checkpoints import (
     write_producer,
 )
 from safetensors.torch import load_file
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoConfig, AutoModel, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -449,6 +450,14 @@ def test_copies_of_the_targets_tensors_are_compared_when_tying(producer, target,
     assert again.config.target_tensor_checksums == draft.config.target_tensor_checksums
     again.tie_target(target)
     assert again.config.target_tensor_checksums is None
+
+
+def test_copies_of_the_targets_tensors_cannot_be_compared_with_quantised_ones(target, tmp_path):
+    folder = write_producer(tmp_path / "draft", "speculators, older", target)
+    draft = DFlashDraftModel.from_pretrained(folder, target=False)
+    quantize_(target, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "lm_head")
+    with pytest.raises(ValueError, match=r"lm_head\.weight of the draft's file cannot be compared"):
+        draft.tie_target(target)
 
 
 def test_a_convert_of_a_file_with_target_tensors_needs_the_target(target, tmp_path):
