@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .checkpoints import checkpoint_folder, read_json, tensor_shapes
 from .configuration_dflash import DFlashConfig
 from .layouts import MODULE_NAMES, TARGET_TENSORS, layout_of, native_tensor_name
-from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash import DRAFT_LOOK_UP, DFlashDraftModel
 
 READERS = {
     "dflash_hf": "this package",
@@ -77,8 +77,7 @@ def check_checkpoint(
     Raises:
         OSError: there is no such folder or repository, or the target cannot be read.
     """
-    hub_names = ("token", "cache_dir", "local_files_only", "revision", "subfolder")
-    folder = checkpoint_folder(name_or_path, **{name: kwargs[name] for name in hub_names if name in kwargs})
+    folder = checkpoint_folder(name_or_path, **{name: kwargs[name] for name in DRAFT_LOOK_UP if name in kwargs})
     draft, error = None, None
     try:
         draft = DFlashDraftModel.from_pretrained(name_or_path, target=target or False, **kwargs)

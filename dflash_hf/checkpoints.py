@@ -19,16 +19,15 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_dflash import DFlashConfig, describe_target
+from .layout_writing import layout_config, layout_tensor_name
 from .layouts import (
     LAYOUTS,
     TARGET_TENSORS,
     UNSUPPORTED_PARTS,
-    layout_config,
-    layout_tensor_name,
     native_tensor_name,
     native_values,
 )
-from .modeling_dflash import DFlashBody, DFlashDraftModel, tensor_checksum, weights_error
+from .modeling_dflash import TARGET_LOOK_UP, DFlashBody, DFlashDraftModel, tensor_checksum, weights_error
 
 logger = logging.get_logger(__name__)
 
@@ -119,7 +118,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 (no dict)
         except SafetensorError as error:
             raise OSError(f"The weights {str(file)!r} are damaged ({error}). Fetch them again.") from error
         except OSError as error:
@@ -193,8 +192,7 @@ def read_checkpoint(
     folder = checkpoint_folder(name_or_path, **hub_kwargs)
     if config is None:
         raw = read_json(folder / "config.json")
-        names = ("token", "cache_dir", "local_files_only")
-        of_target = {name: hub_kwargs[name] for name in names if name in hub_kwargs}
+        of_target = {name: hub_kwargs[name] for name in TARGET_LOOK_UP if name in hub_kwargs}
         config = DFlashConfig(**native_values(raw, given, lambda: target_facts(target, **of_target)))
     if (folder / "mask_embedding.pt").exists():
         raise ValueError(

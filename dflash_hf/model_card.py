@@ -21,6 +21,18 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import CONFIG_NAME, logging
 
+from .card_picture import draw_slots
+from .card_words import (
+    NOT_RECORDED,
+    arguments_in_words,
+    code,
+    number,
+    share,
+    table_cell,
+    table_cells,
+    text,
+    words,
+)
 from .checkpoints import INDEX, WEIGHTS, read_json, tensor_shapes
 from .configuration_dflash import DFlashConfig
 from .evaluation import Summary
@@ -32,7 +44,6 @@ TEMPLATE = Path(__file__).with_name("model_card_template.md")
 CARD_NAME = "README.md"
 FACTS_NAME = "card_facts.json"
 PICTURE_NAME = "slot_acceptance.png"
-NOT_RECORDED = "not recorded"
 TAGS = ("dflash", "speculative-decoding", "draft-model")
 # The Hub knows finetune, adapter, merge and quantized, and shows a model without a relation as a finetune. A draft
 # changes no weight of the target: like an adapter it is trained beside the frozen target and works with it alone.
@@ -308,13 +319,13 @@ class DraftCard:
             sglang=shlex.join(["python", "-m", "sglang.launch_server", "--model-path", target])
             + " \\\n    "
             + shlex.join(["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", serving]),
-            measured=_cells(self._measured_rows()),
+            measured=table_cells(self._measured_rows()),
             picture=picture,
             picture_label=slots[1] if (slots := _slots_of(self)) is not None else None,
             picture_words=picture_words or NOT_RECORDED,
             evaluations=[_evaluation_cells(evaluation) for evaluation in self.evaluations or (Evaluation(),)],
-            geometry=_cells(self._draft_rows()),
-            training=_cells(self._training_rows()),
+            geometry=table_cells(self._draft_rows()),
+            training=table_cells(self._training_rows()),
             limits=text(self.limits) if self.limits else f"Further limits: {NOT_RECORDED}.",
         )
         content = str(card).rstrip("\n") + "\n"
@@ -529,90 +540,18 @@ def _count_parameters(folder: Path) -> int | None:
     return sum(math.prod(shape) for name, (_, shape) in shapes.items() if name not in TARGET_TENSORS)
 
 
-# ---- words ----
-
-
-def words(value: Any, form: str = "{}") -> str:
-    """
-    A fact in words: what is missing says so, and what is no number says so.
-
-    Args:
-        value: the fact; `None` if it is not known.
-        form (`str`): format of a known one.
-
-    Returns:
-        `str`
-
-    Example:
-
-    ```python
-    >>> words(None), words(True), words(1234, "{:,}"), words(float("nan"), "{:.2f}")
-    ('not recorded', 'yes', '1,234', 'undefined (nothing was counted)')
-
-    ```
-    """
-    if value is None:
-        return NOT_RECORDED
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "undefined (nothing was counted)" if math.isnan(value) else "infinite"
-    return form.format(value)
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A number with so many digits after the point, or why there is none."""
-    return words(value, f"{{:.{digits}f}}")
-
-
-def share(value: float | None) -> str:
-    """A share in percent, or why there is none."""
-    return words(value, "{:.0%}")
-
-
-def arguments_in_words(arguments: Mapping[str, Any] | None) -> str:
-    """Arguments as they are written in a call; "none" if there are none, which is not "not recorded"."""
-    if arguments is None:
-        return NOT_RECORDED
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "none"
-
-
-def text(value: Any) -> str:
-    """Text on one line that opens no HTML."""
-    return " ".join(str(value).split()).replace("<", "&lt;")
-
-
-def code(value: Any) -> str:
-    """Text as Markdown code on one line, whatever backticks it holds."""
-    line = " ".join(str(value).split())
-    runs = re.findall(r"`+", line)
-    fence = "`" * (max(map(len, runs), default=0) + 1)
-    return f"{fence} {line} {fence}" if runs else f"{fence}{line}{fence}"
-
-
-def _cell(value: Any) -> str:
-    return text(value if isinstance(value, str) else words(value)).replace("\\", "\\\\").replace("|", "\\|")
-
-
-def _cells(rows: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
-    return [(_cell(name), _cell(value)) for name, value in rows]
-
-
 def _evaluation_cells(evaluation: Evaluation) -> list[str]:
     accuracy = ", ".join(f"{slot}: {share(value)}" for slot, value in enumerate(evaluation.slot_accuracy, start=1))
     values = (evaluation.accept_len, evaluation.serving_accept_len, evaluation.generate_accept_len)
     name = evaluation.name or ("held-out rows" if evaluation != Evaluation() else None)
     cells = [name, evaluation.step, number(evaluation.loss, 3), *map(number, values), accuracy or None]
-    return [_cell(cell) for cell in cells]
+    return [table_cell(cell) for cell in cells]
 
 
 def _serving_folder(draft: str) -> str:
     """A folder whose name has "DFlash" in it, by which serving engines know the method, and is not the source's."""
     name = draft.rstrip("/").rsplit("/", 1)[-1]
     return f"{name}-serving" if "dflash" in name.lower() else f"{name}-DFlash"
-
-
-# ---- picture ----
 
 
 def _slots_of(card: DraftCard) -> tuple[Sequence[float], str, str] | None:
@@ -639,28 +578,3 @@ def _draw(card: DraftCard, path: Path) -> str | None:
         pass
     path.unlink(missing_ok=True)  # one of other numbers
     return None
-
-
-def draw_slots(shares: Sequence[float], label: str, title: str, path: str | Path) -> None:
-    """
-    Draw a share for each drafted slot.
-
-    Args:
-        shares (`Sequence[float]`): of slots 1 … B - 1, in 0 … 1.
-        label (`str`): what they are.
-        title (`str`): above the picture.
-        path (`str` or `Path`): PNG to write.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure  # an extra; the rest of the package works without it
-
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
-    axes = figure.subplots()
-    slots = range(1, len(shares) + 1)
-    bars = axes.bar(slots, shares, color="#4c78a8")
-    axes.bar_label(bars, [f"{value:.0%}" for value in shares], padding=2, fontsize=9)
-    axes.set(xlabel="slot k", ylabel=label, ylim=(0, 1), xticks=list(slots), title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)

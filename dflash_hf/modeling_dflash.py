@@ -29,6 +29,10 @@ from .configuration_dflash import DFlashConfig, check_target_layer_ids, describe
 
 logger = logging.get_logger(__name__)
 
+# Arguments of `from_pretrained` that find files on the Hub: the target's with the draft's, and the draft's own.
+TARGET_LOOK_UP = ("token", "cache_dir", "local_files_only")
+DRAFT_LOOK_UP = (*TARGET_LOOK_UP, "revision", "subfolder")
+
 # a mask, or a function that attends: (query, key, value, scaling=, dropout=) -> [batch, queries, heads, head_dim]
 AttentionMask = torch.Tensor | BlockMask | Callable[..., torch.Tensor] | None
 
@@ -780,8 +784,7 @@ class DFlashDraftModel(DFlashBody):
             draft.tie_target(target)
             nn.Module.to(draft, target.device)
         else:
-            names = ("token", "cache_dir", "local_files_only")
-            hub_kwargs = {name: config_kwargs[name] for name in names if name in config_kwargs}
+            hub_kwargs = {name: config_kwargs[name] for name in TARGET_LOOK_UP if name in config_kwargs}
             draft.tie_target(target, revision=draft.config.target_revision, **hub_kwargs)
         draft._start_with_even_logits()
         return draft
@@ -840,8 +843,7 @@ class DFlashDraftModel(DFlashBody):
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with names
         kwargs["use_safetensors"] = True
         name: Any = pretrained_model_name_or_path
-        hub_names = ("token", "cache_dir", "local_files_only", "revision", "subfolder")
-        hub_kwargs = {key: kwargs[key] for key in hub_names if key in kwargs}
+        hub_kwargs = {key: kwargs[key] for key in DRAFT_LOOK_UP if key in kwargs}
         with _errors_that_name(pretrained_model_name_or_path):
             if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
                 raise ValueError(
@@ -886,11 +888,10 @@ class DFlashDraftModel(DFlashBody):
         if target is not None and not isinstance(target, (str, bool)):
             draft.tie_target(target)
         else:
-            of_target = ("token", "cache_dir", "local_files_only")
-            draft._set_target_source(target, {key: hub_kwargs[key] for key in of_target if key in hub_kwargs})
+            draft._set_target_source(target, {key: hub_kwargs[key] for key in TARGET_LOOK_UP if key in hub_kwargs})
         return (draft, info) if wants_info else draft
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # that one is wrapped
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # theirs is a wrapper without signature
         """As in `PreTrainedModel.push_to_hub`; with the package installed the card is that of a draft."""
         return super().push_to_hub(*args, **kwargs) if self._push is None else self._push(*args, **kwargs)
 

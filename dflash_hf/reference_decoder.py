@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen3Config
 
-from .layouts import layout_config
+from .layout_writing import layout_config
 from .modeling_dflash import DFlashDraftModel
 
 

@@ -24,7 +24,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_checkpoint, save_in_layout
 from dflash_hf.cli.loading import load_pair
-from dflash_hf.layouts import LAYOUTS, layout_config, layout_of, native_values
+from dflash_hf.layout_writing import layout_config
+from dflash_hf.layouts import LAYOUTS, layout_of, native_values
 from dflash_hf.modeling_dflash import embedding_scale, rotary_angles
 
 OTHER_LAYOUTS = LAYOUTS[1:]

@@ -22,6 +22,7 @@ from test_trainer import make_trainer, rows_of
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashConfig, DFlashTrainingArguments
+from dflash_hf.card_words import NOT_RECORDED, code
 from dflash_hf.card_writer import (
     ModelCardWriter,
     changed_arguments,
@@ -36,12 +37,10 @@ from dflash_hf.cli.train import DraftAndDataArguments, describe_rows
 from dflash_hf.evaluation import Summary
 from dflash_hf.model_card import (
     FACTS_NAME,
-    NOT_RECORDED,
     PICTURE_NAME,
     DraftCard,
     Evaluation,
     Protocol,
-    code,
     hub_id_or_folder,
     is_own_card,
     write_model_card,
