@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -87,12 +87,15 @@ class Answer:
             What the target read, as it was rendered and tokenised. None if a server does not tell.
         token_ids (`list[int]`, *optional*):
             What the target wrote, the token that ends the turn included. None if a server does not tell.
+        num_tokens (`int`, *optional*):
+            How many tokens the target wrote, where a server tells the number alone.
     """
 
     message: dict[str, Any]
     finish_reason: Literal["stop", "length"]
     prompt_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class RequestFeed:
 class AnswerEngine(Protocol):
     """Whatever answers: transformers in this process, or a server."""
 
-    def answers(self, feed: RequestFeed) -> Iterator[tuple[TurnRequest, Answer | Failure]]:
+    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
         """
         Answer requests in any order, until the feed is empty and every answer has been yielded.
 

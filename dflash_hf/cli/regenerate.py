@@ -3,44 +3,171 @@
 from __future__ import annotations
 
 import json
-import random
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..demo_target import prepare_demo_target
-from ..regenerate import generate_answers, read_prompts
+from ..answering import AnswerEngine, Sampling
+from ..demo_target import DEMO_TARGET_NAME, prepare_demo_target
+from ..local_answers import LocalEngine
+from ..prompts import check_columns, draw_rows
+from ..regenerate import RegenerationProgress, RegenerationSettings, regenerate_rows
+from ..row_files import load_rows
+from ..row_shards import FAILED, RowShards
+from ..server_answers import ServerEngine
 from .loading import load_target
+
+PROMPTS, ANSWERS, SERVER, ROWS = "Prompts", "Answers", "Server", "Output"
 
 
 def regenerate(
-    prompts: Annotated[Path, typer.Option(help="JSON lines with `turns`, `prompt` or `messages`.")],
-    out: Annotated[Path, typer.Option(help="JSON lines to write; prompts already answered there are skipped.")],
-    target: Annotated[str | None, typer.Option(help="Hub name or folder; default: the demo target.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Answer this many prompts, drawn at random.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
-    batch_size: Annotated[int, typer.Option(help="Prompts a batch.")] = 64,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="JSON lines, Parquet, a folder or a Hub data set with messages, turns, prompt or text.",
+            rich_help_panel=PROMPTS,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the rows; a later run goes on there.", rich_help_panel=ROWS)],
+    target: Annotated[
+        str | None, typer.Option(help="Hub name or folder; with --server, its name there. Default: the demo target.")
+    ] = None,
+    prompts_config: Annotated[
+        str | None, typer.Option(help="Configuration of a Hub data set.", rich_help_panel=PROMPTS)
+    ] = None,
+    prompts_split: Annotated[str, typer.Option(help="Split of a Hub data set.", rich_help_panel=PROMPTS)] = "train",
+    prompt_column: Annotated[
+        str | None,
+        typer.Option(help="Column that holds the prompt, a text or messages or texts.", rich_help_panel=PROMPTS),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Answer this many prompts, drawn at random.", rich_help_panel=PROMPTS)
+    ] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="Begins each conversation, in place of its own.", rich_help_panel=PROMPTS)
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest answer in tokens.", rich_help_panel=ANSWERS)
+    ] = Sampling.max_new_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=ANSWERS)] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Above 0, at most 1.", rich_help_panel=ANSWERS)] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 is no limit.", rich_help_panel=ANSWERS)] = None,
+    own_sampling: Annotated[
+        bool,
+        typer.Option("--own-sampling", help="Sample as the target's generation config says.", rich_help_panel=ANSWERS),
+    ] = False,
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help="JSON object for the chat template.", rich_help_panel=ANSWERS)
+    ] = "{}",
+    thinking_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of conversations with enable_thinking=true, the others having false.", rich_help_panel=ANSWERS
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.", rich_help_panel=ANSWERS)] = 0,
+    dtype: Annotated[str, typer.Option(help="Of the target here: auto, bfloat16, float16, float32.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Answers written at a time here.")] = 64,
+    server: Annotated[
+        str | None,
+        typer.Option(help="URL of an OpenAI-compatible server that answers instead.", rich_help_panel=SERVER),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time.", rich_help_panel=SERVER)] = 32,
+    requests_per_minute: Annotated[float | None, typer.Option(help="At most so many.", rich_help_panel=SERVER)] = None,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for an answer.", rich_help_panel=SERVER)] = 600.0,
+    file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.", rich_help_panel=ROWS)] = "parquet",
+    rows_per_shard: Annotated[int, typer.Option(help="Rows of a file.", rich_help_panel=ROWS)] = 1000,
 ) -> None:
-    """Let the target answer prompts greedily: rows to train a draft on."""
+    """Let the target answer prompts: rows to train a draft on. Run the same again after an interrupt: it goes on."""
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+    if own_sampling:
+        if temperature or top_p is not None or top_k is not None:
+            raise ValueError("--own-sampling takes temperature, top-p and top-k from the target: leave them out.")
+        sampling = Sampling(max_new_tokens, None, None, None, seed)
+    template_kwargs = _json_object("--chat-template-kwargs", chat_template_kwargs)
+    rows = load_rows(prompts, prompts_config, prompts_split)
+    check_columns(rows, prompt_column)
+    rows = draw_rows(rows, limit, seed)
     console = Console()
-    questions = read_prompts(prompts)
-    if limit is not None and limit < len(questions):
-        questions = random.Random(seed).sample(questions, limit)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    done = set(read_prompts(out)) if out.exists() else set()
-    todo = [question for question in questions if question not in done]
-    console.print(f"{len(questions)} prompts, {len(questions) - len(todo)} answered already.")
 
-    name = target or str(prepare_demo_target())
-    model, tokenizer = load_target(name, torch.bfloat16)
-    with out.open("a", encoding="utf-8") as stream:
-        rows = generate_answers(model, tokenizer, todo, max_new_tokens=max_new_tokens, batch_size=batch_size)
-        for count, row in enumerate(rows, start=1):
-            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-            if count % batch_size == 0 or count == len(todo):
-                stream.flush()
-                console.print(f"{count} of {len(todo)} answered")
+    revision = None
+    engine: AnswerEngine
+    if server is not None:
+        engine = ServerEngine(
+            server,
+            target,
+            sampling,
+            concurrency=concurrency,
+            timeout_s=timeout_s,
+            requests_per_minute=requests_per_minute,
+        )
+        name = engine.model
+    else:
+        name = target or DEMO_TARGET_NAME
+        model, tokenizer = load_target(target or str(prepare_demo_target()), dtype if target else torch.bfloat16)
+        revision = getattr(model.config, "_commit_hash", None)
+        engine = LocalEngine(model, tokenizer, sampling, batch_size=batch_size)
+    settings = RegenerationSettings(name, revision, sampling, system_prompt, template_kwargs, thinking_share)
+    with RowShards(out, asdict(settings), file_format=file_format, rows_per_shard=rows_per_shard) as shards:
+        steps = regenerate_rows(rows, engine, shards, settings, column=prompt_column)
+        is_complete = _show(steps, len(rows), console)
+    console.print(f"{shards.num_rows} rows in {out}.", highlight=False, soft_wrap=True)
+    if (out / FAILED).is_file():
+        console.print(f"What failed, and why: {out / FAILED}. The same command tries it again.", soft_wrap=True)
+    if not is_complete:
+        console.print("Interrupted. The same command goes on.")
+        raise typer.Exit(130)
+
+
+def _show(steps: Generator[RegenerationProgress], total: int, console: Console) -> bool:
+    """Draw how far a run is; False after Ctrl-C."""
+    progress = RegenerationProgress()
+    live = Progress(
+        TextColumn("[bold]answering"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]:.0f} tokens/s  failed {task.fields[failed]}"),
+        console=console,
+    )
+    try:
+        with closing(steps), live:
+            task = live.add_task("", total=total, speed=0.0, failed=0)
+            for progress in steps:
+                elapsed_s = live.tasks[0].elapsed or 0.0
+                live.update(
+                    task,
+                    completed=progress.num_seen,
+                    speed=progress.num_tokens / max(elapsed_s, 1e-9),
+                    failed=progress.num_failed,
+                )
+    except KeyboardInterrupt:
+        return False
+    finally:
+        console.print(
+            f"{progress.num_answered} answered ({progress.num_tokens:,} tokens), {progress.num_done} answered before, "
+            f"{progress.num_repeated} repeated, {progress.num_failed} failed.",
+            highlight=False,
+        )
+    return True
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f'{name} {text!r} is no JSON ({error.msg}). Write for example {{"enable_thinking": false}}.'
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} {text!r} must be a JSON object.")
+    return value

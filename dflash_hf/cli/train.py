@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import datasets
 import typer
 import yaml
 from rich.console import Console
@@ -15,6 +14,7 @@ from transformers import HfArgumentParser, set_seed
 
 from ..model_card import hub_id_or_folder
 from ..modeling_dflash import DFlashDraftModel
+from ..row_files import load_rows
 from ..trainer import DFlashTrainer
 from ..training_args import DFlashTrainingArguments
 from .loading import load_target
@@ -42,39 +42,6 @@ class DraftAndDataArguments:
     mask_token_id: int | None = field(default=None, metadata={"help": "Overrides the choice of the mask token."})
     target_dtype: str = field(default="auto", metadata={"help": "dtype of the target: auto, bfloat16, float32."})
     resume: bool = field(default=True, metadata={"help": "Continue from the last checkpoint in output_dir."})
-
-
-def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """
-    Load rows from a local file or from the Hub.
-
-    Args:
-        name (`str`): path of a `.json`, `.jsonl` or `.parquet` file, or a Hub name.
-        config (`str`, *optional*): configuration of a Hub data set.
-        split (`str`): split of a Hub data set.
-
-    Returns:
-        `datasets.Dataset`
-
-    Raises:
-        FileNotFoundError: it looks like a file and is none.
-        ValueError: the file cannot be parsed.
-    """
-    path = Path(name)
-    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix)
-    if kind is None:
-        return datasets.load_dataset(name, config, split=split)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"The data file {name} does not exist. Give a JSON-lines or Parquet file or a Hub name."
-        )
-    if path.stat().st_size == 0:
-        raise ValueError(f"The data file {name} is empty.")
-    try:
-        return datasets.load_dataset(kind, data_files=name, split="train")
-    except datasets.exceptions.DatasetGenerationError as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"The data file {name} cannot be read as {kind}: {reason}") from error
 
 
 def describe_rows(pair: DraftAndDataArguments) -> str:

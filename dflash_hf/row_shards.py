@@ -1,0 +1,267 @@
+"""A folder of rows that grows over many runs: whole shards, a journal of the newest rows, one writer at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+from datasets import Json, List, Value
+from filelock import FileLock, Timeout
+
+ROW_FEATURES = datasets.Features(
+    {
+        "conversation_id": Value("string"),
+        "messages": List(
+            {
+                "role": Value("string"),
+                "content": Value("string"),
+                "reasoning_content": Value("string"),
+                "tool_calls": Json(),
+            }
+        ),
+        "tools": Json(),
+        "chat_template_kwargs": Json(),
+        "input_ids": List(Value("int64")),
+        "loss_mask": List(Value("bool")),
+        "finish_reason": Value("string"),
+        "target": Value("string"),
+        "target_revision": Value("string"),
+        "sampling": {
+            "max_new_tokens": Value("int64"),
+            "temperature": Value("float64"),
+            "top_p": Value("float64"),
+            "top_k": Value("int64"),
+            "seed": Value("int64"),
+        },
+    }
+)
+FORMATS = ("parquet", "jsonl")
+SETTINGS, JOURNAL, FAILED, LOCK = "settings.json", "newest.jsonl", "failed.jsonl", ".lock"
+
+
+class RowShards:
+    """
+    The rows of a folder, written so that a kill at any moment loses none and repeats none.
+
+    A row is one line of the journal as soon as [`add`] returns. `rows_per_shard` of them become a shard of
+    `data/train-*`, which is renamed into its place when it is complete. Whoever opens the folder next drops the half
+    line that a kill can leave, and goes on. `datasets.load_dataset(folder)` reads the shards.
+
+    Args:
+        folder (`str` or `Path`):
+            Made if it is not there.
+        settings (`Mapping`):
+            What all rows of the folder have in common (JSON values). A folder of other settings is refused.
+        file_format (`str`, defaults to `"parquet"`):
+            Of the shards: `"parquet"` or `"jsonl"`.
+        rows_per_shard (`int`, defaults to 1000):
+            Rows of a shard; the last one of a run has fewer.
+
+    Raises (when entered):
+        ValueError: the folder has other settings, other files, or a damaged shard.
+        RuntimeError: another process is writing there.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: Mapping[str, Any],
+        *,
+        file_format: str = "parquet",
+        rows_per_shard: int = 1000,
+    ) -> None:
+        if file_format not in FORMATS:
+            raise ValueError(f"The format {file_format!r} is not known. Take one of {', '.join(FORMATS)}.")
+        if rows_per_shard < 1:
+            raise ValueError(f"rows_per_shard={rows_per_shard} must be at least 1.")
+        self.folder, self.settings = Path(folder), dict(settings)
+        self.file_format, self.rows_per_shard = file_format, rows_per_shard
+        self.done_ids: set[str] = set()
+        self._newest: list[dict[str, Any]] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the folder, those of earlier runs included."""
+        return len(self.done_ids)
+
+    def __enter__(self) -> RowShards:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is a file. Rows are written as shards: name a folder.")
+        (self.folder / "data").mkdir(parents=True, exist_ok=True)
+        if not (self.folder / SETTINGS).is_file():
+            present = {path.name for path in (*self.folder.iterdir(), *(self.folder / "data").iterdir())}
+            if present - {LOCK, "data", _partial(self.folder / SETTINGS).name}:
+                raise ValueError(f"{self.folder} has files, but no {SETTINGS} of ours. Name a folder of its own.")
+        self._lock = FileLock(self.folder / LOCK, timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout as error:
+            raise RuntimeError(
+                f"Another run is writing into {self.folder}. Wait for its end, stop it, or name another folder."
+            ) from error
+        try:
+            self._check_settings()
+            self._read_shards()
+            self._journal = os.open(self.folder / JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
+            self._read_journal()
+            # What failed is tried again, so the report of the last run is void
+            self._failed = (self.folder / FAILED).open("wb", buffering=0)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what is left as a last shard, also after an interrupt."""
+        try:
+            self._write_shard()
+        finally:
+            os.close(self._journal)
+            self._failed.close()
+            for name in (FAILED, JOURNAL):
+                if (self.folder / name).stat().st_size == 0:
+                    (self.folder / name).unlink()
+            self._lock.release()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """
+        Keep a row: it is safe from a kill when this returns.
+
+        Args:
+            row (`Mapping`): the columns of `ROW_FEATURES`; those left out are null.
+
+        Raises:
+            OSError: it cannot be written, for instance because the disk is full. No part of it stays.
+        """
+        whole = _whole_row(row)
+        _append_line(self._journal, self.folder / JOURNAL, whole)
+        self._newest.append(whole)
+        self.done_ids.add(whole["conversation_id"])
+        if len(self._newest) >= self.rows_per_shard:
+            self._write_shard()
+
+    def add_failure(self, row: Mapping[str, Any]) -> None:
+        """Write a line into the file of failures, which each run begins anew."""
+        _append_line(self._failed.fileno(), self.folder / FAILED, row)
+
+    def _check_settings(self) -> None:
+        path = self.folder / SETTINGS
+        if not path.is_file():
+            _replace(path, lambda temporary: temporary.write_text(json.dumps(self.settings, indent=1) + "\n"))
+            return
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no JSON ({error.msg}). Restore it, or name another folder.") from error
+        wanted = json.loads(json.dumps(self.settings))
+        if earlier != wanted:
+            names = [name for name in {**earlier, **wanted} if earlier.get(name) != wanted.get(name)]
+            changes = ", ".join(f"{name} {earlier.get(name)!r} (now {wanted.get(name)!r})" for name in names)
+            raise ValueError(
+                f"The rows of {self.folder} were made with other settings: {changes}. One folder holds rows of one "
+                "kind: use the same settings, or name another folder."
+            )
+
+    def _shards(self) -> list[Path]:
+        return sorted(path for path in (self.folder / "data").glob("train-*") if path.suffix[1:] in FORMATS)
+
+    def _read_shards(self) -> None:
+        for leftover in (self.folder / "data").glob(".*.partial"):
+            leftover.unlink()
+        for path in self._shards():
+            try:
+                if path.suffix == ".parquet":
+                    column = pyarrow.parquet.read_table(path, columns=["conversation_id"])["conversation_id"]
+                    self.done_ids.update(column.to_pylist())
+                else:
+                    with path.open(encoding="utf-8") as lines:
+                        self.done_ids.update(json.loads(line)["conversation_id"] for line in lines)
+            except (pyarrow.ArrowException, ValueError, KeyError) as error:
+                raise ValueError(
+                    f"The shard {path} is damaged ({error}). Delete it; its rows are made anew."
+                ) from error
+
+    def _read_journal(self) -> None:
+        """Take over the rows that no shard has, and cut off half a line."""
+        content = (self.folder / JOURNAL).read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        os.ftruncate(self._journal, len(complete))
+        for line in complete.split(b"\n")[:-1]:
+            row = _whole_row(json.loads(line))
+            if row["conversation_id"] not in self.done_ids:  # the kill came between the shard and the journal's end
+                self.done_ids.add(row["conversation_id"])
+                self._newest.append(row)
+
+    def _write_shard(self) -> None:
+        if not self._newest:
+            return
+        rows, self._newest = self._newest, []  # an interrupt from here on leaves them to the journal alone
+        number = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in self._shards()), default=-1)
+        path = self.folder / "data" / f"train-{number:05d}.{self.file_format}"
+        dataset = datasets.Dataset.from_list(rows, features=ROW_FEATURES)
+        write = dataset.to_parquet if self.file_format == "parquet" else dataset.to_json
+        with _quiet_datasets():
+            _replace(path, lambda temporary: write(str(temporary)))
+        os.ftruncate(self._journal, 0)
+
+
+def _whole_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row.get(name) for name in ROW_FEATURES}
+
+
+def _append_line(descriptor: int, path: Path, row: Mapping[str, Any]) -> None:
+    """Write a line at the end of a file, whole or not at all."""
+    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    start = os.lseek(descriptor, 0, os.SEEK_END)
+    try:
+        while line:
+            line = line[os.write(descriptor, line) :]
+    except BaseException as error:
+        os.ftruncate(descriptor, start)
+        if isinstance(error, OSError):
+            raise OSError(
+                f"A row could not be written into {path}: {error.strerror}. All rows before it are kept; make room, "
+                "and run the same again."
+            ) from error
+        raise
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Let `write(temporary path)` make a file, and put it into its place when it is complete."""
+    temporary = _partial(path)
+    try:
+        write(temporary)
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} could not be written: {error.strerror or error}. Make room, and run the same again."
+        ) from error
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """No progress bars of `datasets`, which would break the live line."""
+    was_quiet = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_quiet:
+            datasets.enable_progress_bars()

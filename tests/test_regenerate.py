@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from dataclasses import asdict
+from pathlib import Path
+
+import datasets
+import pytest
+
+from dflash_hf.answering import Answer, Failure, RequestFeed, Sampling, TurnRequest
+from dflash_hf.regenerate import RegenerationSettings, regenerate_rows
+from dflash_hf.row_shards import RowShards
+from dflash_hf.supervision import tokenize_row
+
+SETTINGS = RegenerationSettings("me/mine", "abc123", Sampling(max_new_tokens=9))
+ASSISTANT, END = 300, 301
+
+
+def ids_of(messages: list[dict[str, str]]) -> list[int]:
+    """A chat template in numbers: role, letters, end."""
+    roles = {"user": 299, "system": 298, "assistant": ASSISTANT}
+    return [token for m in messages for token in (roles[m["role"]], *m["content"].encode(), END)]
+
+
+class Echo:
+    """Answers in capitals, newest request first; knows how to fail, to be cut, and to strip `~` from history."""
+
+    def __init__(self, num_answers: int | None = None, with_ids: bool = True) -> None:
+        self.requests: list[TurnRequest] = []
+        self.num_answers, self.with_ids = num_answers, with_ids
+        self.is_closed = False
+
+    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
+        try:
+            waiting: list[TurnRequest] = []
+            while True:
+                while len(waiting) < 3 and (request := feed.take()) is not None:
+                    waiting.append(request)
+                if not waiting:
+                    return
+                if self.num_answers is not None and len(self.requests) >= self.num_answers:
+                    raise KeyboardInterrupt
+                request = waiting.pop()
+                self.requests.append(request)
+                yield request, self.answer(request)
+        finally:
+            self.is_closed = True
+
+    def answer(self, request: TurnRequest) -> Answer | Failure:
+        words = request.messages[-1]["content"]
+        if words == "fail":
+            return Failure("too long")
+        text = words.upper()
+        history = [{**m, "content": m["content"].replace("~", "")} for m in request.messages]
+        prompt_ids = [*ids_of(history), ASSISTANT]
+        message = {"role": "assistant", "content": text}
+        if not self.with_ids:
+            return Answer(message, "stop", num_tokens=len(text) + 1)
+        is_cut = words == "cut"
+        return Answer(
+            message, "length" if is_cut else "stop", prompt_ids, [*text.encode(), *([] if is_cut else [END])]
+        )
+
+
+def run(folder: Path, prompts: list[dict], engine: Echo, settings: RegenerationSettings = SETTINGS, **arguments):
+    with RowShards(folder, asdict(settings)) as shards:
+        *_, progress = regenerate_rows(prompts, engine, shards, settings, **arguments)
+    return progress
+
+
+def rows_of(folder: Path) -> dict[str, dict]:
+    rows = datasets.load_dataset(str(folder), split="train")
+    return {row["messages"][0]["content"]: row for row in rows}
+
+
+def said(row: dict) -> list[str]:
+    return [message["content"] for message in row["messages"]]
+
+
+def test_every_prompt_is_answered_once_turn_by_turn(tmp_path):
+    engine = Echo()
+    progress = run(tmp_path, [{"prompt": "a"}, {"turns": ["b", "c", "d"]}, {"prompt": "e"}, {"text": "a"}], engine)
+    rows = rows_of(tmp_path)
+    assert {name: said(row) for name, row in rows.items()} == {
+        "a": ["a", "A"],
+        "b": ["b", "B", "c", "C", "d", "D"],
+        "e": ["e", "E"],
+    }
+    assert (progress.num_answered, progress.num_repeated, progress.num_failed, progress.num_tokens) == (3, 1, 0, 10)
+    assert sorted((request.turn, request.messages[-1]["content"]) for request in engine.requests) == [
+        (0, "a"), (0, "b"), (0, "e"), (1, "c"), (2, "d"),
+    ]  # fmt: skip
+    assert len({request.seed(0) for request in engine.requests}) == 5
+
+
+def test_a_row_tells_what_was_asked_of_whom_and_how(tmp_path):
+    settings = RegenerationSettings("me/mine", "abc123", Sampling(9, 0.7, seed=3), "Be brief.", {"style": "x"})
+    run(tmp_path, [{"prompt": "a"}], Echo(), settings)
+    (row,) = datasets.load_dataset(str(tmp_path), split="train")
+    assert said(row) == ["Be brief.", "a", "A"]
+    assert (row["target"], row["target_revision"], row["finish_reason"]) == ("me/mine", "abc123", "stop")
+    assert row["sampling"] == {"max_new_tokens": 9, "temperature": 0.7, "top_p": None, "top_k": None, "seed": 3}
+    assert row["chat_template_kwargs"] == {"style": "x"}
+
+
+def test_a_row_holds_the_ids_that_the_target_read_and_wrote(tmp_path):
+    run(tmp_path, [{"turns": ["a", "bc"]}], Echo())
+    (row,) = datasets.load_dataset(str(tmp_path), split="train")
+    user, end = 299, END
+    letters = {name: ord(name) for name in "aAbBcC"}
+    assert row["input_ids"] == [
+        user, letters["a"], end, ASSISTANT, letters["A"], end,
+        user, letters["b"], letters["c"], end, ASSISTANT, letters["B"], letters["C"], end,
+    ]  # fmt: skip
+    assert row["loss_mask"] == [False] * 4 + [True] * 2 + [False] * 5 + [True] * 3
+    assert tokenize_row(row, None, max_length=99) == (row["input_ids"], row["loss_mask"])
+
+
+def test_an_earlier_answer_that_the_template_shows_otherwise_later_carries_no_loss(tmp_path):
+    run(tmp_path, [{"turns": ["a~", "b", "c"]}], Echo())
+    (row,) = datasets.load_dataset(str(tmp_path), split="train")
+    # The prompt of the first answer had no ~ (it is history there, too), its answer had: A~ is read as A later on,
+    # and what was written after that stands after other tokens.
+    written = [token for token, keep in zip(row["input_ids"], row["loss_mask"], strict=True) if keep]
+    assert written == [ord("B"), END, ord("C"), END]
+
+
+def test_a_server_that_tells_no_ids_gives_rows_of_messages(tmp_path, tokenizer):
+    progress = run(tmp_path, [{"prompt": "ab"}], Echo(with_ids=False))
+    (row,) = datasets.load_dataset(str(tmp_path), split="train")
+    assert row["input_ids"] is None
+    assert row["loss_mask"] is None
+    assert progress.num_tokens == 3
+    ids, mask = tokenize_row(row, tokenizer, max_length=99)
+    assert tokenizer.decode([token for token, keep in zip(ids, mask, strict=True) if keep]) == "AB<|end|>"
+
+
+def test_a_conversation_ends_at_an_answer_that_was_cut(tmp_path):
+    run(tmp_path, [{"turns": ["cut", "b"]}], Echo())
+    (row,) = datasets.load_dataset(str(tmp_path), split="train")
+    assert said(row) == ["cut", "CUT"]
+    assert row["finish_reason"] == "length"
+
+
+def test_what_fails_is_told_and_tried_again_by_the_next_run(tmp_path):
+    prompts = [{"prompt": "fail"}, {"turns": ["a", "fail"]}, {"prompt": None}, {"prompt": "b"}]
+    progress = run(tmp_path, prompts, Echo())
+    assert (progress.num_answered, progress.num_failed, progress.num_seen) == (1, 3, 4)
+    failures = [json.loads(line) for line in (tmp_path / "failed.jsonl").read_text().splitlines()]
+    assert sorted((line.get("turn"), line["reason"].split(":")[0]) for line in failures if "turn" in line) == [
+        (0, "too long"), (1, "too long"),
+    ]  # fmt: skip
+    assert [(line["prompt_index"], line["reason"].split(":")[0]) for line in failures if "prompt_index" in line] == [
+        (2, "Not readable"),
+    ]  # fmt: skip
+    engine = Echo()
+    progress = run(tmp_path, prompts[:2], engine)
+    assert [request.messages[-1]["content"] for request in engine.requests].count("fail") == 2
+    assert list(rows_of(tmp_path)) == ["b"]
+    assert progress.num_failed == 2
+
+
+@pytest.mark.parametrize("num_answers", [0, 1, 4, 6])
+def test_an_interrupted_run_goes_on_without_repeating_or_losing_a_row(tmp_path, num_answers):
+    prompts = [{"turns": ["a", "b"]}, {"prompt": "c"}, {"turns": ["d", "e", "f"]}, {"prompt": "g"}]
+    engine = Echo(num_answers)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, prompts, engine)
+    assert engine.is_closed
+    progress = run(tmp_path, prompts, Echo())
+    assert progress.num_done + progress.num_answered == 4
+    rows = datasets.load_dataset(str(tmp_path), split="train")
+    assert sorted("".join(said(row)) for row in rows) == ["aAbB", "cC", "dDeEfF", "gG"]
+
+
+def test_closing_the_iterator_closes_the_engine_and_keeps_the_rows(tmp_path):
+    engine = Echo()
+    with RowShards(tmp_path, asdict(SETTINGS)) as shards:
+        steps = regenerate_rows([{"prompt": name} for name in "abcdef"], engine, shards, SETTINGS)
+        next(steps)
+        steps.close()
+    assert engine.is_closed
+    assert len(rows_of(tmp_path)) == 1
+
+
+def test_prompts_are_read_only_as_far_as_the_engine_asks(tmp_path):
+    read = []
+
+    def prompts():
+        for number in range(1000):
+            read.append(number)
+            yield {"prompt": f"{number}"}
+
+    with RowShards(tmp_path, asdict(SETTINGS)) as shards:
+        steps = regenerate_rows(prompts(), Echo(), shards, SETTINGS)
+        next(steps)
+        steps.close()
+    assert len(read) < 10
+
+
+def test_thinking_is_asked_of_the_given_share_whatever_the_order():
+    settings = RegenerationSettings("t", thinking_share=0.3)
+    thinks = {str(name): settings.template_kwargs(str(name))["enable_thinking"] for name in range(2000)}
+    assert 0.26 < sum(thinks.values()) / 2000 < 0.34
+    more = RegenerationSettings("t", thinking_share=0.6)
+    assert all(more.template_kwargs(name)["enable_thinking"] for name, does in thinks.items() if does)
+    for share, expected in ((0.0, {False}), (1.0, {True})):
+        settings = RegenerationSettings("t", thinking_share=share)
+        assert {settings.template_kwargs(name)["enable_thinking"] for name in thinks} == expected
+    assert RegenerationSettings("t", chat_template_kwargs={"a": 1}).template_kwargs("x") == {"a": 1}
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match=r"thinking_share=1.5 must be 0 to 1"):
+        RegenerationSettings("t", thinking_share=1.5)
+    with pytest.raises(ValueError, match="either thinking_share or enable_thinking"):
+        RegenerationSettings("t", thinking_share=0.5, chat_template_kwargs={"enable_thinking": True})
+    for name, value in (("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_k", -1)):
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            Sampling(**{name: value})
