@@ -14,7 +14,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 from datasets import Json, List, Value
+from datasets.info import DatasetInfosDict
 from filelock import FileLock, Timeout
+from huggingface_hub import DatasetCardData
 
 ROW_FEATURES = datasets.Features(
     {
@@ -44,7 +46,27 @@ ROW_FEATURES = datasets.Features(
     }
 )
 FORMATS = ("parquet", "jsonl")
-SETTINGS, JOURNAL, FAILED, LOCK = "settings.json", "newest.jsonl", "failed.jsonl", ".lock"
+SETTINGS, CARD, JOURNAL, FAILED, LOCK = "settings.json", "README.md", "newest.jsonl", "failed.jsonl", ".lock"
+_CARD_TEXT = """
+# Answers of {target}
+
+One row a conversation, made by `dflash-hf regenerate`: the assistant's messages are the target's own.
+
+| Column | What |
+|---|---|
+| `messages`, `tools`, `chat_template_kwargs` | the conversation, as the chat template gets it |
+| `input_ids` | the whole conversation as the target read and wrote it (null: a server did not tell) |
+| `loss_mask` | true at the tokens that the target wrote |
+| `finish_reason` | of the last answer: `stop`, or `length` if it was cut |
+| `target`, `target_revision`, `sampling` | who answered, and how |
+| `conversation_id` | a digest of the prompt |
+
+Settings:
+
+```json
+{settings}
+```
+"""
 
 
 class RowShards:
@@ -98,7 +120,8 @@ class RowShards:
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
         if not (self.folder / SETTINGS).is_file():
             present = {path.name for path in (*self.folder.iterdir(), *(self.folder / "data").iterdir())}
-            if present - {LOCK, "data", _partial(self.folder / SETTINGS).name}:
+            ours = {self.folder / CARD, self.folder / SETTINGS}
+            if present - {LOCK, "data", CARD, *(_partial(path).name for path in ours)}:
                 raise ValueError(f"{self.folder} has files, but no {SETTINGS} of ours. Name a folder of its own.")
         self._lock = FileLock(self.folder / LOCK, timeout=0)
         try:
@@ -157,7 +180,13 @@ class RowShards:
     def _check_settings(self) -> None:
         path = self.folder / SETTINGS
         if not path.is_file():
-            _replace(path, lambda temporary: temporary.write_text(json.dumps(self.settings, indent=1) + "\n"))
+            text = json.dumps(self.settings, indent=1)
+            card = _CARD_TEXT.format(target=self.settings.get("target", "a language model"), settings=text)
+            head = DatasetCardData()
+            # Declared columns: JSON files whose first rows have no tools are read like the others
+            DatasetInfosDict({"default": datasets.DatasetInfo(features=ROW_FEATURES)}).to_dataset_card_data(head)
+            _replace(self.folder / CARD, lambda temporary: temporary.write_text(f"---\n{head.to_yaml()}\n---\n{card}"))
+            _replace(path, lambda temporary: temporary.write_text(text + "\n"))
             return
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))

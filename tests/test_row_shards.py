@@ -61,6 +61,21 @@ def test_rows_come_back_as_they_went_in_and_a_later_run_goes_on(tmp_path, file_f
     assert {name: second[name] for name in full} == full
 
 
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+def test_shards_whose_rows_have_other_columns_filled_are_read_together(tmp_path, file_format):
+    with RowShards(tmp_path, SETTINGS, file_format=file_format, rows_per_shard=1) as shards:
+        shards.add(row("a"))
+        shards.add(row("b", tools=[{"name": "f"}], input_ids=[1], loss_mask=[True]))
+        shards.add(row("c", tools=[{"x": {"y": 1}}], chat_template_kwargs={"enable_thinking": False}))
+    read = datasets.load_dataset(str(tmp_path), split="train")
+    assert read["tools"][:] == [None, [{"name": "f"}], [{"x": {"y": 1}}]]
+    assert read["input_ids"][:] == [None, [1], None]
+    assert read["chat_template_kwargs"][:] == [None, None, {"enable_thinking": False}]
+    card = (tmp_path / "README.md").read_text()
+    assert "# Answers of me/mine" in card
+    assert '"temperature": 0.0' in card
+
+
 def test_a_row_is_safe_when_it_was_added_and_becomes_part_of_a_shard_later(tmp_path):
     with RowShards(tmp_path, SETTINGS) as shards:
         shards.add(row("a"))
@@ -239,4 +254,4 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_a_row(tmp_path):
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 5  # several of the runs were killed, and the last one was not
     assert sorted(names_in(tmp_path)) == list("abcde")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "data", "settings.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "README.md", "data", "settings.json"]
