@@ -1,0 +1,466 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from faulty_server import PASSING, FaultyServer, answer_of, passing_faults
+
+from dflash_hf.answering import Answer, Failure, RequestFeed, Sampling, TurnRequest
+from dflash_hf.server_answers import GIVE_UP_AFTER, ServerEngine, server_root
+from dflash_hf.server_calls import NoAnswer, pause_asked_for, read_answer, request_body
+
+
+def request_of(prompt: str, **values) -> TurnRequest:
+    return TurnRequest(prompt, [{"role": "user", "content": prompt}], **values)
+
+
+def requests_of(count: int) -> list[TurnRequest]:
+    return [request_of(f"prompt {number}") for number in range(count)]
+
+
+def engine_of(server: FaultyServer, model: str | None = "tiny", **values) -> ServerEngine:
+    return ServerEngine(server.url, model, Sampling(), **{"first_wait_s": 0.01, "timeout_s": 10, **values})
+
+
+def answers_of(engine: ServerEngine, requests: list[TurnRequest]) -> dict[str, Answer | Failure]:
+    """By conversation; none comes twice."""
+    outcomes = list(engine.answers(RequestFeed(requests)))
+    by_conversation = {request.conversation_id: outcome for request, outcome in outcomes}
+    assert len(by_conversation) == len(outcomes)
+    return by_conversation
+
+
+def first_calls(fault: str, count: int = 1) -> Callable[[int, dict], str | None]:
+    """The first calls of each prompt fail."""
+    seen: dict[str, int] = {}
+
+    def choose(number: int, body: dict) -> str | None:
+        prompt = body["messages"][-1]["content"]
+        seen[prompt] = seen.get(prompt, 0) + 1
+        return fault if seen[prompt] <= count else None
+
+    return choose
+
+
+def for_prompt(fault: str, *prompts: str) -> Callable[[int, dict], str | None]:
+    return lambda number, body: fault if body["messages"][-1]["content"] in prompts else None
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_passing_fault_costs_one_more_call_and_nothing_else(fault):
+    with FaultyServer(first_calls(fault), hang_s=0.05) as server:
+        engine = engine_of(server)
+        answers = answers_of(engine, requests_of(5))
+    assert {name: answer.message for name, answer in answers.items()} == {
+        f"prompt {number}": {"role": "assistant", "content": f"{number} tpmorp"} for number in range(5)
+    }
+    assert len(server.calls) == 10
+    assert sum(engine.retried.values()) == 5
+
+
+def test_faults_of_all_kinds_at_once_leave_every_request_answered_once():
+    with FaultyServer(passing_faults(0.2, seed=3), hang_s=0.05) as server:
+        engine = engine_of(server, concurrency=8)
+        answers = answers_of(engine, requests_of(100))
+    assert all(answers[name].message["content"] == name[::-1] for name in answers)
+    assert len(answers) == 100
+    faults = [call.fault for call in server.calls if call.fault]
+    assert len(set(faults)) > 8
+    assert len(server.calls) == 100 + len(faults) == 100 + sum(engine.retried.values())
+
+
+def test_a_request_that_never_gets_an_answer_fails_with_its_reason_after_all_tries():
+    kinds = ["500", "null", "no choices", "truncated", "abort", "null finish"]
+    by_prompt = dict(zip([f"prompt {number}" for number in range(2, 8)], kinds, strict=True))
+    with FaultyServer(lambda number, body: by_prompt.get(body["messages"][-1]["content"])) as server:
+        answers = answers_of(engine_of(server, concurrency=2, max_retries=2), requests_of(8))
+        assert [len(server.calls_of(prompt)) for prompt in by_prompt] == [3] * 6
+    reasons = {name: answer.reason for name, answer in answers.items() if isinstance(answer, Failure)}
+    tried = "(tried 3 times)"
+    assert reasons == {
+        "prompt 2": f"500: this is a 500 {tried}",
+        "prompt 3": f"the content of the message is null {tried}",
+        "prompt 4": f"the response holds no choice {tried}",
+        "prompt 5": f"the response is not JSON (Unterminated string starting at) {tried}",
+        "prompt 6": f"finish_reason='abort' {tried}",
+        "prompt 7": f"finish_reason=None {tried}",
+    }
+
+
+def test_what_a_server_refuses_for_one_prompt_fails_after_one_call():
+    with FaultyServer(for_prompt("400 too long", "prompt 3")) as server:
+        answers = answers_of(engine_of(server, concurrency=1), requests_of(6))
+    assert answers.pop("prompt 3") == Failure("400: this is a 400 too long")
+    assert all(isinstance(answer, Answer) for answer in answers.values())
+    assert len(server.calls) == 6
+
+
+def test_a_time_out_is_tried_again_and_then_fails_while_the_server_is_there():
+    with FaultyServer(for_prompt("hang", "prompt 1")) as server:
+        answers = answers_of(engine_of(server, timeout_s=0.2, max_retries=1), requests_of(3))
+        assert len(server.calls_of("prompt 1")) == 2
+    assert answers["prompt 1"] == Failure("no answer within 0.2 s (tried 2 times)")
+
+
+def test_a_server_that_does_not_know_the_wish_for_token_ids_is_asked_without_it_from_then_on():
+    def refuse(body: dict) -> dict:
+        if "return_token_ids" in body:
+            return {"status": 422, "detail": "Unexpected fields in the request: {'return_token_ids'}"}
+        return answer_of(body)
+
+    with FaultyServer(answer=refuse) as server:
+        answers = answers_of(engine_of(server, concurrency=3), requests_of(20))
+    assert all(isinstance(answer, Answer) for answer in answers.values())
+    assert len(server.calls) <= 20 + 3
+    assert not any("return_token_ids" in call.body for call in server.calls[6:])
+
+
+def test_sampling_reaches_the_server_and_what_is_none_is_left_to_it():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    request = TurnRequest("7", [{"role": "user", "content": "x"}], 2, tools, {"enable_thinking": False})
+    everything = Sampling(max_new_tokens=9, temperature=0.5, top_p=0.9, top_k=20, seed=4)
+    assert request_body(request, everything, with_token_ids=True) == {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": tools,
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": request.seed(4),
+        "extra_body": {"top_k": 20, "chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True},
+    }
+    nothing = Sampling(max_new_tokens=9, temperature=None)
+    assert request_body(request_of("x"), nothing, with_token_ids=False) == {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 9,
+        "seed": request_of("x").seed(0),
+    }
+    no_limit = request_body(request_of("x"), Sampling(top_k=0), with_token_ids=False)
+    assert no_limit["extra_body"] == {"top_k": -1}
+    assert no_limit["temperature"] == 0.0
+    with FaultyServer() as server:
+        engine = ServerEngine(server.url, "tiny", everything, api_key="secret")
+        answers_of(engine, [request])
+    extra = {"top_k": 20, "chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True}
+    expected = {"model": "tiny", "messages": request.messages, "tools": tools, "max_tokens": 9, **extra}
+    assert server.calls[0].body == {**expected, "temperature": 0.5, "top_p": 0.9, "seed": request.seed(4)}
+    assert server.calls[0].authorization == "Bearer secret"
+
+
+def response_of(message: dict | None = None, **values) -> str:
+    top = {"prompt_token_ids": values.pop("prompt_token_ids")} if "prompt_token_ids" in values else {}
+    message = message or {"role": "assistant", "content": "yes"}
+    return json.dumps({**top, "choices": [{"message": message, "finish_reason": "stop", **values}]})
+
+
+def test_an_answer_holds_what_the_server_tells():
+    yes = {"role": "assistant", "content": "yes"}
+    assert read_answer(response_of()) == Answer(yes, "stop")
+    assert read_answer(response_of(finish_reason="length")) == Answer(yes, "length")
+    assert read_answer(response_of(finish_reason="tool_calls")) == Answer(yes, "stop")
+    vllm = read_answer(response_of(prompt_token_ids=[1, 2], token_ids=[3, 4]))
+    assert vllm == Answer(yes, "stop", [1, 2], [3, 4])
+    choice = {"message": yes, "finish_reason": "stop", "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
+    assert read_answer(json.dumps({"choices": [choice]})) == vllm
+    assert read_answer(response_of(prompt_token_ids=None, token_ids=["3"])) == Answer(yes, "stop")
+
+    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None}
+    assert read_answer(response_of(message)).message == {"role": "assistant", "content": "", "tool_calls": calls}
+    message = {"role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [], "audio": None}
+    expected = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    assert read_answer(response_of(message)).message == expected
+    cut_while_thinking = {"role": "assistant", "content": None, "reasoning": "hm"}
+    assert read_answer(response_of(cut_while_thinking, finish_reason="length")).message["reasoning"] == "hm"
+    assert read_answer(response_of({"role": "assistant", "content": ""})).message["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "is_transient"),
+    [
+        ("", r"not JSON", True),
+        ("[]", r"no choice", True),
+        ('{"error": {"message": "over\\nloaded"}}', r"no choice: over loaded", True),
+        ('{"choices": [null]}', r"no choice", True),
+        (response_of(finish_reason="content_filter"), r"finish_reason='content_filter'", False),
+        (response_of({"role": "assistant", "content": [{"type": "text"}]}), r"no text", True),
+    ],
+)
+def test_a_response_without_an_answer_says_why(text, reason, is_transient):
+    with pytest.raises(NoAnswer, match=reason) as caught:
+        read_answer(text)
+    assert caught.value.is_transient is is_transient
+
+
+def test_a_filtered_answer_fails_without_further_tries():
+    with FaultyServer(answer=lambda body: json.loads(response_of(finish_reason="content_filter"))) as server:
+        answers = answers_of(engine_of(server), requests_of(2))
+    assert set(answers.values()) == {Failure("finish_reason='content_filter'")}
+    assert len(server.calls) == 2
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_stops_the_run_and_is_never_shown(status):
+    def refuse(body: dict) -> dict:
+        return {"status": status, "error": {"message": "Incorrect API key provided: sk-secret"}}
+
+    with FaultyServer(answer=refuse) as server:
+        engine = engine_of(server, api_key="sk-secret")
+        with pytest.raises(
+            RuntimeError, match=rf"refused with {status}: Incorrect .*: \*\*\*.*OPENAI_API_KEY"
+        ) as caught:
+            answers_of(engine, requests_of(40))
+        assert len(server.calls) <= 32
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_the_environment_names_the_key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "from-outside")
+    with FaultyServer() as server:
+        answers_of(engine_of(server), requests_of(1))
+    assert server.calls[0].authorization == "Bearer from-outside"
+
+
+def test_a_wrong_model_stops_the_run_and_the_right_names_are_listed():
+    def only_served(body: dict) -> dict:
+        if body["model"] == "served":
+            return answer_of(body)
+        return {"status": 404, "error": {"message": f"The model `{body['model']}` does not exist."}}
+
+    with FaultyServer(answer=only_served, models=["listed/a", "listed/b"]) as server:
+        with pytest.raises(
+            ValueError, match=r"model='wrong' with 404: The model `wrong` .*lists listed/a, listed/b\."
+        ):
+            answers_of(engine_of(server, "wrong"), requests_of(40))
+        assert len(server.calls) == 1
+        assert len(answers_of(engine_of(server, "served"), requests_of(40))) == 40
+        assert len(server.calls) == 41
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(400, "Server is pinned to 'tiny'; requested 'wrong'."), (500, "Internal Server Error")]
+)
+def test_a_model_that_is_not_listed_and_not_answered_for_is_wrong_whatever_the_status(status, words):
+    with FaultyServer(answer=lambda body: {"status": status, "detail": words}) as server:
+        with pytest.raises(ValueError, match=rf"model='wrong' with {status}: {words}.*it lists tiny"):
+            answers_of(engine_of(server, "wrong"), requests_of(40))
+        assert len(server.calls) <= 3
+
+
+def test_without_a_name_the_only_model_is_taken():
+    with FaultyServer() as server:
+        engine = engine_of(server, None)
+        assert engine.check() == engine.model == "tiny"
+    for models, shown in ((["a", "b"], "a, b"), ([], "no models"), (None, "no models")):
+        with FaultyServer(models=models) as server, pytest.raises(ValueError, match=rf"No model was named.*{shown}:"):
+            engine_of(server, None).check()
+
+
+def test_a_server_without_a_list_is_asked_all_the_same():
+    with FaultyServer(models=None) as server:
+        assert len(answers_of(engine_of(server, "any"), requests_of(3))) == 3
+
+
+def test_nobody_listening_is_one_error():
+    with FaultyServer() as server:
+        pass
+    with pytest.raises(
+        ConnectionError, match=r"^http://127.0.0.1:\d+/v1: connection failed: .*must be listening there"
+    ):
+        answers_of(engine_of(server), requests_of(3))
+
+
+def test_a_server_that_dies_stops_the_run_and_keeps_the_answers_before():
+    with FaultyServer() as server:
+        engine = engine_of(server, concurrency=4, max_retries=3)
+        answers = engine.answers(RequestFeed(requests_of(1000)))
+        before = list(itertools.islice(answers, 20))
+        server.die()
+        with pytest.raises(ConnectionError, match="must be listening there"):
+            before += list(answers)
+    assert all(isinstance(answer, Answer) for _, answer in before)
+    assert 20 <= len(before) < 200
+
+
+def test_the_first_requests_all_failing_stop_the_run_and_nothing_is_written_off():
+    reason = r"8 requests failed without an answer between them, the last one: 400: this is a 400"
+    with FaultyServer(lambda number, body: "400") as server:
+        answers = engine_of(server, concurrency=2).answers(RequestFeed(requests_of(100)))
+        with pytest.raises(RuntimeError, match=reason):
+            next(answers)
+        assert len(server.calls) <= 2 * (GIVE_UP_AFTER + 2)  # each is also tried without the wish for token ids
+
+
+def test_fewer_failures_than_it_takes_to_give_up_are_reported_in_the_end():
+    with FaultyServer(lambda number, body: "400") as server:
+        assert list(answers_of(engine_of(server), requests_of(3)).values()) == [Failure("400: this is a 400")] * 3
+
+
+def test_failures_before_the_first_answer_come_right_before_it():
+    prompts = [f"prompt {number}" for number in range(5)]
+    with FaultyServer(for_prompt("400", *prompts[:-1])) as server:
+        outcomes = list(engine_of(server, concurrency=1).answers(RequestFeed(requests_of(5))))
+    assert [request.conversation_id for request, _ in outcomes] == prompts
+    assert [type(outcome) for _, outcome in outcomes] == [Failure] * 4 + [Answer]
+
+
+def test_a_server_that_falls_ill_stops_the_run_and_nothing_is_written_off():
+    with FaultyServer(lambda number, body: "500" if number >= 10 else None) as server:
+        answers = engine_of(server, concurrency=1, max_retries=1).answers(RequestFeed(requests_of(100)))
+        assert all(isinstance(answer, Answer) for _, answer in itertools.islice(answers, 10))
+        with pytest.raises(RuntimeError, match=r"the last one: 500: this is a 500 \(tried 2 times\)"):
+            next(answers)
+    assert len(server.calls) == 10 + 2 * GIVE_UP_AFTER
+
+
+def test_a_pause_that_a_server_asks_for_holds_everyone_back():
+    with FaultyServer(lambda number, body: "429 after" if number == 4 else None, retry_after="0.5") as server:
+        engine = engine_of(server, concurrency=1)
+        answers_of(engine, requests_of(4))
+        engine.concurrency = 4
+        answers_of(engine, [request_of(f"more {number}") for number in range(30)])
+    refused_s = server.calls[4].started_s
+    assert not [call for call in server.calls if refused_s + 0.1 < call.started_s < refused_s + 0.45]
+    assert len(server.calls) == 35
+
+
+def test_a_pause_is_read_as_seconds_or_a_date():
+    assert pause_asked_for({}) is None
+    assert pause_asked_for({"retry-after": "1.5"}) == 1.5
+    assert pause_asked_for({"retry-after": "-1"}) == 0
+    assert pause_asked_for({"retry-after": "86400"}) == 600
+    assert pause_asked_for({"retry-after": "nan"}) is None
+    assert pause_asked_for({"retry-after": "soon"}) is None
+    assert pause_asked_for({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
+    assert pause_asked_for({"retry-after": "Wed, 21 Oct 2215 07:28:00 GMT"}) == 600
+
+
+def test_a_rate_limit_spreads_calls_evenly_further_tries_included():
+    with FaultyServer(lambda number, body: "500" if number == 2 else None) as server:
+        answers_of(engine_of(server, requests_per_minute=1200), requests_of(8))
+    starts = sorted(call.started_s for call in server.calls)
+    assert len(starts) == 9
+    assert starts[-1] - starts[0] >= 8 * 0.05 - 0.02
+
+
+def test_requests_are_taken_one_by_one_and_put_back_ones_are_answered():
+    taken = 0
+
+    def requests():
+        nonlocal taken
+        for taken in range(1, 101):
+            yield request_of(f"prompt {taken}")
+
+    def answer_slowly(body: dict) -> dict:
+        time.sleep(0.01)
+        return answer_of(body)
+
+    feed, turns = RequestFeed(requests()), []
+    with FaultyServer(answer=answer_slowly) as server:
+        for count, (request, _) in enumerate(engine_of(server, concurrency=5).answers(feed), start=1):
+            turns.append((request.conversation_id, request.turn))
+            assert taken <= count + 5
+            if request.turn == 0 and count % 3 == 0:
+                feed.put(request_of(request.conversation_id, turn=1))
+        assert 1 < server.most_at_once <= 5
+    assert len(set(turns)) == len(turns)
+    first = [name for name, turn in turns if turn == 0]
+    assert sorted(first) == sorted(f"prompt {number}" for number in range(1, 101))
+    assert len(turns) > 120
+
+
+def test_a_turn_put_back_after_the_last_answer_is_answered():
+    feed = RequestFeed([request_of("first")])
+    with FaultyServer() as server:
+        answers = engine_of(server).answers(feed)
+        next(answers)
+        feed.put(request_of("second", turn=1))
+        assert [request.conversation_id for request, _ in answers] == ["second"]
+
+
+def test_closing_abandons_calls_that_hang():
+    with FaultyServer(lambda number, body: "hang" if number else None) as server:
+        answers = engine_of(server).answers(RequestFeed(requests_of(40)))
+        next(answers)
+        while server.num_at_once < 10:
+            time.sleep(0.01)
+        started_s, threads = time.monotonic(), threading.active_count()
+        answers.close()
+        assert time.monotonic() - started_s < 2
+        assert threading.active_count() < threads
+
+
+def test_an_interrupt_ends_the_wait_at_once():
+    with FaultyServer(lambda number, body: "hang") as server:
+
+        def interrupt() -> None:
+            while not server.calls:
+                time.sleep(0.01)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        started_s = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            answers_of(engine_of(server), requests_of(40))
+        assert time.monotonic() - started_s < 3
+
+
+def test_it_answers_where_an_event_loop_runs_already():
+    async def in_a_notebook() -> int:
+        return len(answers_of(engine_of(server), requests_of(3)))
+
+    with FaultyServer() as server:
+        assert asyncio.run(in_a_notebook()) == 3
+
+
+def test_a_proxy_of_the_environment_is_used_but_not_for_loopback(monkeypatch):
+    with FaultyServer() as proxy, FaultyServer() as server:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.setenv(name, "other.invalid")
+        answers_of(engine_of(server), requests_of(1))
+        assert (len(server.calls), len(proxy.calls)) == (1, 0)
+        answers_of(ServerEngine("http://model.invalid/v1", "tiny", Sampling()), requests_of(2))
+        assert (len(server.calls), len(proxy.calls)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [
+        ("http://localhost:8000", "http://localhost:8000/v1"),
+        ("http://localhost:8000/", "http://localhost:8000/v1"),
+        ("http://localhost:8000/v1/", "http://localhost:8000/v1"),
+        ("https://host/gate/v1", "https://host/gate/v1"),
+        ("https://host/gate", "https://host/gate/v1"),
+        ("https://host/v1beta/openai/", "https://host/v1beta/openai"),
+        ("http://host/v1/chat/completions", "http://host/v1"),
+    ],
+)
+def test_an_address_may_come_in_several_forms(url, root):
+    assert server_root(url) == root
+
+
+def test_arguments_out_of_range_are_named(monkeypatch):
+    for url in ("localhost:8000", "ftp://host", "http://"):
+        with pytest.raises(ValueError, match=r"url='.*' must be the address of a server"):
+            ServerEngine(url, "tiny", Sampling())
+    for values in ({"concurrency": 0}, {"max_retries": -1}, {"timeout_s": 0}, {"first_wait_s": -1}):
+        with pytest.raises(ValueError, match=rf"{next(iter(values))}={next(iter(values.values()))}\b.*must be"):
+            ServerEngine("http://host", "tiny", Sampling(), **values)
+    with pytest.raises(ValueError, match=r"requests_per_minute=0 must be positive"):
+        ServerEngine("http://host", "tiny", Sampling(), requests_per_minute=0)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ImportError, match=r"pip install 'dflash-hf\[server\]'"):
+        ServerEngine("http://host", "tiny", Sampling())
+
+
+def test_a_password_in_the_address_is_not_shown():
+    engine = ServerEngine("http://user:hidden@host:8000", "tiny", Sampling())
+    assert engine.shown_url == "http://host:8000/v1"
