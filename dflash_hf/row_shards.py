@@ -121,9 +121,9 @@ class RowShards:
         if not (self.folder / SETTINGS).is_file():
             present = {path.name for path in (*self.folder.iterdir(), *(self.folder / "data").iterdir())}
             ours = {self.folder / CARD, self.folder / SETTINGS}
-            if present - {LOCK, "data", CARD, *(_partial(path).name for path in ours)}:
+            if present - {LOCK, "data", CARD, JOURNAL, *(_partial(path).name for path in ours)}:
                 raise ValueError(f"{self.folder} has files, but no {SETTINGS} of ours. Name a folder of its own.")
-        self._lock = FileLock(self.folder / LOCK, timeout=0)
+        self._lock, self._journal = FileLock(self.folder / LOCK, timeout=0), -1
         try:
             self._lock.acquire()
         except Timeout as error:
@@ -131,13 +131,15 @@ class RowShards:
                 f"Another run is writing into {self.folder}. Wait for its end, stop it, or name another folder."
             ) from error
         try:
-            self._check_settings()
             self._read_shards()
             self._journal = os.open(self.folder / JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
             self._read_journal()
+            self._check_settings()
             # What failed is tried again, so the report of the last run is void
             self._failed = (self.folder / FAILED).open("wb", buffering=0)
         except BaseException:
+            if self._journal >= 0:
+                os.close(self._journal)
             self._lock.release()
             raise
         return self
@@ -178,28 +180,26 @@ class RowShards:
         _append_line(self._failed.fileno(), self.folder / FAILED, row)
 
     def _check_settings(self) -> None:
+        """Refuse other settings; a folder without rows takes any."""
         path = self.folder / SETTINGS
-        if not path.is_file():
-            text = json.dumps(self.settings, indent=1)
-            card = _CARD_TEXT.format(target=self.settings.get("target", "a language model"), settings=text)
-            head = DatasetCardData()
-            # Declared columns: JSON files whose first rows have no tools are read like the others
-            DatasetInfosDict({"default": datasets.DatasetInfo(features=ROW_FEATURES)}).to_dataset_card_data(head)
-            _replace(self.folder / CARD, lambda temporary: temporary.write_text(f"---\n{head.to_yaml()}\n---\n{card}"))
-            _replace(path, lambda temporary: temporary.write_text(text + "\n"))
-            return
+        text = json.dumps(self.settings, indent=1)
         try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
+            earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is no JSON ({error.msg}). Restore it, or name another folder.") from error
-        wanted = json.loads(json.dumps(self.settings))
-        if earlier != wanted:
+        wanted = json.loads(text)
+        if earlier == wanted:
+            return
+        if self.done_ids:
+            earlier = earlier or {}
             names = [name for name in {**earlier, **wanted} if earlier.get(name) != wanted.get(name)]
             changes = ", ".join(f"{name} {earlier.get(name)!r} (now {wanted.get(name)!r})" for name in names)
             raise ValueError(
                 f"The rows of {self.folder} were made with other settings: {changes}. One folder holds rows of one "
                 "kind: use the same settings, or name another folder."
             )
+        _replace(self.folder / CARD, lambda temporary: temporary.write_text(_card(self.settings)))
+        _replace(path, lambda temporary: temporary.write_text(text + "\n"))
 
     def _shards(self) -> list[Path]:
         return sorted(path for path in (self.folder / "data").glob("train-*") if path.suffix[1:] in FORMATS)
@@ -242,6 +242,14 @@ class RowShards:
         with _quiet_datasets():
             _replace(path, lambda temporary: write(str(temporary)))
         os.ftruncate(self._journal, 0)
+
+
+def _card(settings: Mapping[str, Any]) -> str:
+    """A data set card. It declares the columns: JSON files whose first rows have no tools are read like the others."""
+    head = DatasetCardData()
+    DatasetInfosDict({"default": datasets.DatasetInfo(features=ROW_FEATURES)}).to_dataset_card_data(head)
+    target = settings.get("target", "a language model")
+    return f"---\n{head.to_yaml()}\n---\n" + _CARD_TEXT.format(target=target, settings=json.dumps(settings, indent=1))
 
 
 def _whole_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,17 +7,17 @@ import signal
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
-from conftest import make_draft
+from conftest import greedy, make_draft
 from rich.console import Console
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, demo_target
 from dflash_hf.cli import main
 from dflash_hf.cli.train import parse_arguments
 from dflash_hf.cli.training_run import run_training
-from dflash_hf.regenerate import generate_answers, read_prompts
 
 QUICK = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1",
          "--num_target_layers", "2", "--block_size", "4", "--learning_rate", "1e-3"]  # fmt: skip
@@ -40,13 +40,17 @@ def run(capfd, monkeypatch):
     return invoke
 
 
+def write_lines(path: Path, lines: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def write_rows(path: Path, count: int = 5, **extra) -> Path:
     rows = [
         {"messages": [{"role": "user", "content": f"{n}+1?"}, {"role": "assistant", "content": str(n + 1)}], **extra}
         for n in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, rows)
 
 
 def error_line(err: str) -> str:
@@ -225,38 +229,62 @@ def test_bad_argument_files_end_in_one_line(run, tmp_path, content, words):
 
 
 def test_regenerate_answers_every_prompt_once_and_continues(run, saved_target, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    lines = [{"turns": ["1+1?"]}, {"prompt": "2+2?"}, {"messages": [{"role": "user", "content": "3+3?"}]}]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    out = tmp_path / "deep" / "answers.jsonl"
-    arguments = ["regenerate", "--target", saved_target(), "--prompts", prompts, "--out", out, "--max-new-tokens", 6]
-    code, _, err = run(*arguments, "--limit", 2)
+    lines = [{"turns": ["1+1?", "2+2?"]}, {"prompt": "3+3?"}, {"messages": [{"role": "user", "content": "4+4?"}]}]
+    prompts = write_lines(tmp_path / "prompts.jsonl", [*lines, {"prompt": ""}])
+    target, out = saved_target(), tmp_path / "deep" / "answers"
+    arguments = ["regenerate", "--target", target, "--prompts", prompts, "--out", out, "--max-new-tokens", 6]
+    code, stdout, err = run(*arguments, "--limit", 2)
     assert code == 0, err
-    assert len(read_prompts(out)) == 2
-    assert run(*arguments)[0] == 0
-    assert sorted(read_prompts(out)) == ["1+1?", "2+2?", "3+3?"]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert all(
-        row["finish_reason"] in ("stop", "length") and row["messages"][1]["role"] == "assistant" for row in rows
-    )
+    code, stdout, err = run(*arguments)
+    assert code == 0, err
+    assert "3 rows in" in stdout
+    assert "must be a text" in (out / "failed.jsonl").read_text()
+    rows = datasets.load_dataset(str(out), split="train")
+    assert sorted(row["messages"][0]["content"] for row in rows) == ["1+1?", "3+3?", "4+4?"]
+    assert {row["target"] for row in rows} == {target}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target).eval(), AutoTokenizer.from_pretrained(target)
+    for row in rows:
+        prompt = tokenizer(f"<|user|>{row['messages'][0]['content']}<|end|><|assistant|>")["input_ids"]
+        assert row["input_ids"][: len(prompt)] == prompt
+        first = tokenizer.decode(greedy(model, torch.tensor([prompt]), 6), skip_special_tokens=True)
+        assert row["messages"][1]["content"] == first
+        assert len(row["loss_mask"]) == len(row["input_ids"])
+    code, _, err = run("train", "--target", target, "--dataset", out, "--output_dir", tmp_path / "draft",
+                       "--max_steps", 1, "--draft_layers", 1, "--num_target_layers", 1, "--block_size", 4)  # fmt: skip
+    assert code == 0, err
 
 
-def test_answers_are_the_targets_greedy_text(saved_target, tokenizer):
-    target = AutoModelForCausalLM.from_pretrained(saved_target()).eval()
-    (row,) = generate_answers(target, tokenizer, ["1+1?"], max_new_tokens=8)
-    prompt = tokenizer("<|user|>1+1?<|end|><|assistant|>", return_tensors="pt")["input_ids"]
-    output = target.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :]
-    assert row["messages"][1]["content"] == tokenizer.decode(output, skip_special_tokens=True)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt-column", "question"], "no column 'question'"),
+        (["--chat-template-kwargs", "{"], "is no JSON"),
+        (["--chat-template-kwargs", "[1]"], "must be a JSON object"),
+        (["--own-sampling", "--temperature", "1"], "leave them out"),
+        (["--thinking-share", "2"], "thinking_share=2.0 must be 0 to 1"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--limit", "0"], "limit=0"),
+        (["--format", "csv"], "'csv' is not known"),
+        (["--prompts", "nothing.jsonl"], "does not exist"),
+        (["--server", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    ],
+)
+def test_bad_input_to_regenerate_ends_in_one_line_and_writes_nothing(run, saved_target, tmp_path, arguments, words):
+    prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "1+1?"}])
+    given = ["--target", saved_target(), "--prompts", prompts, "--out", tmp_path / "answers"]
+    code, _, err = run("regenerate", *given, *arguments)
+    assert code == 1
+    assert words in error_line(err)
+    assert not list(tmp_path.glob("answers/data/*"))
 
 
-def test_bad_prompt_files_name_the_line(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt"\n')
-    with pytest.raises(ValueError, match="line 2: not JSON"):
-        read_prompts(path)
-    path.write_text('{"text": "a"}\n')
-    with pytest.raises(ValueError, match="line 1: no prompt"):
-        read_prompts(path)
+def test_regenerate_refuses_another_target_in_the_same_folder(run, saved_target, tmp_path):
+    prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "1+1?"}])
+    arguments = ["regenerate", "--prompts", prompts, "--out", tmp_path / "answers", "--max-new-tokens", 2]
+    assert run(*arguments, "--target", saved_target("one"))[0] == 0
+    code, _, err = run(*arguments, "--target", saved_target("two"))
+    assert code == 1
+    assert "made with other settings: target" in error_line(err)
 
 
 def test_demo_without_pip_or_network_says_what_to_do(run, monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from dflash_hf import DFlashDraftModel, speculative_generate
 from dflash_hf.checkpoints import save_in_layout
 from dflash_hf.demo_target import prepare_demo_target
 from dflash_hf.evaluation import chat_inputs
-from dflash_hf.regenerate import read_prompts
+from dflash_hf.prompts import read_prompts
 
 MAX_NEW_TOKENS = 64
 

@@ -143,6 +143,11 @@ def test_a_folder_of_other_settings_is_refused_and_names_the_difference(tmp_path
         RowShards(tmp_path, other).__enter__()
     fill(tmp_path, "b")  # and the refusal released the folder
     assert names_in(tmp_path) == ["a", "b"]
+    with RowShards(tmp_path / "empty", SETTINGS):
+        pass
+    with RowShards(tmp_path / "empty", other) as shards:  # no row is there yet
+        shards.add(row("a"))
+    assert json.loads((tmp_path / "empty" / "settings.json").read_text()) == other
 
 
 def test_foreign_folders_files_and_damaged_shards_are_refused(tmp_path):
@@ -236,7 +241,7 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_a_row(tmp_path):
     """One process after another on the same folder, killed before its first, second, … touch of a file."""
     script = textwrap.dedent(KILLED)
     runner = (
-        "import os, subprocess, sys\n"
+        "import os, signal, sys\n"
         "import dflash_hf.row_shards\n"  # imported once; each run is a fork
         f"script = {script!r}\n"
         "for moment in range(1, 40):\n"
@@ -246,9 +251,9 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_a_row(tmp_path):
         "        exec(script)\n"
         "        os._exit(0)\n"
         "    status = os.waitpid(child, 0)[1]\n"
-        "    if status == 0:\n"
+        "    if status != signal.SIGKILL:\n"
         "        print(moment)\n"
-        "        break\n"
+        "        sys.exit(status)\n"
     )
     done = subprocess.run([sys.executable, "-c", runner], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ from ..decoding_benchmark import BenchmarkSettings, DecodingBenchmark
 from ..decoding_runs import DecodingRun, DecodingSummary, summarize_runs
 from ..model_card import environment
 from ..modeling_dflash import DFlashDraftModel
-from ..regenerate import read_prompts
+from ..prompts import read_prompts
 from .loading import load_target_of
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"

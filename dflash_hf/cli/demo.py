@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from dataclasses import asdict, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import datasets
 import torch
 import typer
 from rich.console import Console
@@ -19,11 +20,16 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
+from ..answering import Sampling
 from ..demo_target import DEMO_TARGET_NAME, WHEEL, prepare_demo_target
 from ..evaluation import Comparison, Summary, compare_on_prompts, summarize_comparisons
+from ..local_answers import LocalEngine
 from ..model_card import FACTS_NAME, DraftCard, Protocol, environment, write_model_card
 from ..modeling_dflash import DFlashDraftModel
-from ..regenerate import generate_answers, read_prompts
+from ..prompts import read_prompts
+from ..regenerate import RegenerationSettings, regenerate_rows
+from ..row_files import load_rows
+from ..row_shards import RowShards
 from ..trainer import DFlashTrainer
 from ..training_args import DFlashTrainingArguments
 from .loading import load_target
@@ -34,11 +40,28 @@ ANSWERS_FOR_ANOTHER_TARGET = 256
 EVAL_ROWS = 32
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a demo learns from, and what it is asked: `rows` is a folder of answers, `questions` a file."""
+
+    rows: str
+    questions: str
+    rows_description: str
+    questions_description: str
+
+
+TASKS = {
+    "maths": Task("maths", "gsm8k_test_questions.jsonl", "GSM8K train questions", "GSM8K test questions"),
+    "code": Task("code", "code_test_questions.jsonl", "Python tasks", "Python tasks"),
+}
+
+
 def demo(
     target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: SmolLM2-135M-Instruct.")] = None,
     output_dir: Annotated[Path, typer.Option(help="Draft, card, picture and checkpoints go here.")] = Path(
         "dflash-demo"
     ),
+    task: Annotated[str, typer.Option(help="What the draft learns and is asked: maths or code.")] = "maths",
     minutes: Annotated[float, typer.Option(help="Training time; the rest comes on top.")] = 5.0,
     questions: Annotated[int, typer.Option(help="Held-out questions to answer, 1 to 64.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 160,
@@ -54,7 +77,10 @@ def demo(
     console = Console()
     if minutes <= 0:
         raise ValueError(f"--minutes {minutes} must be positive.")
-    heldout = read_prompts(str(DATA / "gsm8k_test_questions.jsonl"))
+    if task not in TASKS:
+        raise ValueError(f"--task {task!r} must be one of {', '.join(TASKS)}.")
+    data = TASKS[task]
+    heldout = read_prompts(str(DATA / data.questions))
     if rows < 1:
         raise ValueError(f"--rows {rows} must be at least 1.")
     if not 1 <= questions <= len(heldout):
@@ -73,8 +99,10 @@ def demo(
     if retrain or not ((draft_dir / "model.safetensors").is_file() and (draft_dir / FACTS_NAME).is_file()):
         if retrain:
             shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
-        answers = _answers(model, tokenizer, target, output_dir, console)
-        random.Random(0).shuffle(answers)  # those of another target come sorted by length
+        answers = load_rows(str(DATA / data.rows), None, "train")
+        if target is not None:
+            answers = _own_answers(model, tokenizer, answers, output_dir / "answers", console)
+        answers = answers.shuffle(seed=0)  # short answers are written before long ones
         args = DFlashTrainingArguments(
             output_dir=str(output_dir / "checkpoints"),
             max_train_minutes=minutes,
@@ -91,14 +119,14 @@ def demo(
             save_total_limit=1,
             disable_tqdm=False,
             report_to="none",
-            dataset_description="GSM8K train questions, answered greedily by the target",
+            dataset_description=f"{data.rows_description}, answered greedily by the target",
             answers_by_target=True,
         )
         set_seed(args.seed)
         draft = DFlashDraftModel.from_target(
             model, tokenizer=tokenizer, num_hidden_layers=draft_layers, block_size=block_size
         )
-        rows_used = answers[: rows + EVAL_ROWS]
+        rows_used = answers.take(min(rows + EVAL_ROWS, len(answers)))
         card = _train(draft, model, tokenizer, rows_used, args, console)
         draft.save_pretrained(draft_dir)
         write_model_card(draft_dir, card)
@@ -112,7 +140,10 @@ def demo(
     comparisons = list(track(pairs, total=questions, description="answering twice", console=console))
     summary = summarize_comparisons(comparisons, draft.config.block_size)
     _show(summary, comparisons[0], tokenizer, console)
-    _save(output_dir, draft_dir, summary, comparisons, None if target else name, max_new_tokens, console)
+    questions_asked = f"{questions} {data.questions_description}"
+    _save(
+        output_dir, draft_dir, summary, comparisons, None if target else name, questions_asked, max_new_tokens, console
+    )
     console.print(f"Draft, model card and picture: {draft_dir}. All numbers: {output_dir / 'results.json'}.")
 
 
@@ -120,7 +151,7 @@ def _train(
     draft: DFlashDraftModel,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: list[dict[str, Any]],
+    rows: datasets.Dataset,
     args: DFlashTrainingArguments,
     console: Console,
 ) -> DraftCard:
@@ -129,8 +160,8 @@ def _train(
         model=draft,
         target=model,
         args=args,
-        train_dataset=rows[:-EVAL_ROWS],
-        eval_dataset=rows[-EVAL_ROWS:],
+        train_dataset=rows.take(len(rows) - EVAL_ROWS),
+        eval_dataset=rows.skip(len(rows) - EVAL_ROWS),
         processing_class=tokenizer,
     )
     console.print(f"{sum(p.numel() for p in draft.parameters()) / 1e6:.1f} M parameters")
@@ -140,21 +171,24 @@ def _train(
     return trainer.draft_card()
 
 
-def _answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: str | None, output_dir: Path, console: Console
-) -> list[dict[str, Any]]:
-    """Rows whose answers the target wrote: bundled for the demo target, made now (once) for any other."""
-    bundled = [json.loads(line) for line in (DATA / "smollm2_answers.jsonl").read_text(encoding="utf-8").splitlines()]
-    if target is None:
-        return bundled
-    own_file = output_dir / "answers.jsonl"
-    if not own_file.is_file():
-        console.print(f"The target answers {ANSWERS_FOR_ANOTHER_TARGET} questions to learn from …")
-        prompts = [row["messages"][0]["content"] for row in bundled[:ANSWERS_FOR_ANOTHER_TARGET]]
-        answers = generate_answers(model, tokenizer, prompts)
-        rows = list(track(answers, total=len(prompts), description="answering", console=console))
-        own_file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return [json.loads(line) for line in own_file.read_text(encoding="utf-8").splitlines()]
+def _own_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    bundled: datasets.Dataset,
+    folder: Path,
+    console: Console,
+) -> datasets.Dataset:
+    """Rows with the prompts of the bundled ones, answered by another target: made once, and kept."""
+    sampling = Sampling()
+    settings = RegenerationSettings(model.name_or_path, sampling=sampling)
+    prompts = bundled.take(min(ANSWERS_FOR_ANOTHER_TARGET, len(bundled))).select_columns("messages")
+    console.print(f"The target answers {len(prompts)} questions to learn from …")
+    with RowShards(folder, asdict(settings)) as shards:
+        steps = regenerate_rows(prompts, LocalEngine(model, tokenizer, sampling), shards, settings)
+        with closing(steps):
+            for _ in track(steps, total=len(prompts), description="answering", console=console):
+                pass
+    return load_rows(str(folder), None, "train")
 
 
 def _show(summary: Summary, first: Comparison, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
@@ -180,12 +214,13 @@ def _save(
     summary: Summary,
     comparisons: list[Comparison],
     base_model: str | None,
+    questions_asked: str,
     max_new_tokens: int,
     console: Console,
 ) -> None:
     where = environment()
     protocol = Protocol(
-        prompts=f"{summary.num_prompts} GSM8K test questions without instructions",
+        prompts=f"{questions_asked} without instructions",
         temperature=0,
         max_new_tokens=max_new_tokens,
         dtype="bfloat16",

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..modeling_dflash import DFlashDraftModel
 
@@ -37,6 +44,26 @@ def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, P
     if device is not None and torch.accelerator.is_available():
         nn.Module.to(target, device)
     return target, tokenizer
+
+
+def load_target_config(name: str) -> PreTrainedConfig:
+    """
+    Load the configuration of a target, without its weights.
+
+    Args:
+        name (`str`): Hub name or folder.
+
+    Returns:
+        `PreTrainedConfig`
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise OSError(f"The target {name!r} cannot be loaded: {error}") from error
+    return config
 
 
 def load_pair(

@@ -22,7 +22,7 @@ from ..regenerate import RegenerationProgress, RegenerationSettings, regenerate_
 from ..row_files import load_rows
 from ..row_shards import FAILED, RowShards
 from ..server_answers import ServerEngine
-from .loading import load_target
+from .loading import load_target, load_target_config
 
 PROMPTS, ANSWERS, SERVER, ROWS = "Prompts", "Answers", "Server", "Output"
 
@@ -97,8 +97,7 @@ def regenerate(
     rows = draw_rows(rows, limit, seed)
     console = Console()
 
-    revision = None
-    engine: AnswerEngine
+    engine: AnswerEngine | None = None
     if server is not None:
         engine = ServerEngine(
             server,
@@ -108,14 +107,15 @@ def regenerate(
             timeout_s=timeout_s,
             requests_per_minute=requests_per_minute,
         )
-        name = engine.model
+        name, revision = engine.check(), None
     else:
-        name = target or DEMO_TARGET_NAME
-        model, tokenizer = load_target(target or str(prepare_demo_target()), dtype if target else torch.bfloat16)
-        revision = getattr(model.config, "_commit_hash", None)
-        engine = LocalEngine(model, tokenizer, sampling, batch_size=batch_size)
+        folder, name = target or str(prepare_demo_target()), target or DEMO_TARGET_NAME
+        revision = getattr(load_target_config(folder), "_commit_hash", None)
     settings = RegenerationSettings(name, revision, sampling, system_prompt, template_kwargs, thinking_share)
     with RowShards(out, asdict(settings), file_format=file_format, rows_per_shard=rows_per_shard) as shards:
+        if engine is None:
+            model, tokenizer = load_target(folder, dtype if target else torch.bfloat16)
+            engine = LocalEngine(model, tokenizer, sampling, batch_size=batch_size)
         steps = regenerate_rows(rows, engine, shards, settings, column=prompt_column)
         is_complete = _show(steps, len(rows), console)
     console.print(f"{shards.num_rows} rows in {out}.", highlight=False, soft_wrap=True)
