@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from .configuration_dflash import DFlashConfig
 from .draft_tree import DraftTree
 from .row_cache import BOTH_TYPES, RECURRENT_TYPES, RowCache
+from .slot_cache import SlotCache
 
 
 def draft_masks(
@@ -46,7 +47,7 @@ def draft_masks(
 
 def target_masks(
     target: PreTrainedModel,
-    cache: RowCache,
+    cache: RowCache | SlotCache,
     columns: torch.Tensor,
     num_padding: list[int],
     end: int,
@@ -59,7 +60,7 @@ def target_masks(
 
     Args:
         target (`PreTrainedModel`): with attention `sdpa` or `eager`, unless there is one row and no tree.
-        cache ([`RowCache`]): of the target, placed for the pass.
+        cache ([`RowCache`] or [`SlotCache`]): of the target, placed for the pass.
         columns (`torch.LongTensor` of shape `[rows, n]`): columns that the pass writes.
         num_padding (`list[int]`): columns at the left of each row that hold no text.
         end (`int`): columns that the pass may look at.
