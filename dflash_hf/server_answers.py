@@ -8,7 +8,7 @@ import os
 import queue
 import random
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, cast
@@ -150,7 +150,7 @@ class ServerEngine:
         parts = urlsplit(self.url)
         return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
-    def answers(self, feed: RequestFeed) -> Iterator[tuple[TurnRequest, Answer | Failure]]:
+    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
         """
         Answer requests as answers come; see `AnswerEngine`.
 
@@ -186,7 +186,7 @@ class ServerEngine:
                         )
         yield from held
 
-    def _outcomes(self, feed: RequestFeed) -> Generator[_Outcome, None, None]:
+    def _outcomes(self, feed: RequestFeed) -> Generator[_Outcome]:
         """What became of each request, and whether a failure is the server's rather than the request's own."""
         client = self._client()
         done: queue.SimpleQueue[Future[_Outcome]] = queue.SimpleQueue()

@@ -132,19 +132,30 @@ def read_answer(text: str) -> Answer:
         finish_reason="length" if finish_reason == "length" else "stop",
         prompt_ids=_ids(response.get("prompt_token_ids")) or _ids(choice.get("prompt_token_ids")),
         token_ids=_ids(choice.get("token_ids")),
+        num_tokens=_num_tokens(response.get("usage")),
     )
 
 
 def _read_message(message: object) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise NoAnswer("the response holds no message", is_transient=True)
-    told_apart = {key: message[key] for key in ("reasoning_content", "reasoning", "tool_calls") if message.get(key)}
+    # vLLM says "reasoning" for what SGLang, transformers and the chat templates call "reasoning_content"
+    told_apart = {
+        "reasoning_content": message.get("reasoning_content") or message.get("reasoning"),
+        "tool_calls": message.get("tool_calls"),
+    }
+    told_apart = {key: value for key, value in told_apart.items() if value}
     content = message.get("content")
     if content is None and not told_apart:
         raise NoAnswer("the content of the message is null", is_transient=True)
     if not isinstance(content, str | None):
         raise NoAnswer("the content of the message is no text", is_transient=True)
     return {"role": "assistant", "content": content or "", **told_apart}
+
+
+def _num_tokens(usage: object) -> int | None:
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else None
 
 
 def _ids(value: object) -> list[int] | None:

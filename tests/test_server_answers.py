@@ -154,7 +154,7 @@ def test_sampling_reaches_the_server_and_what_is_none_is_left_to_it():
 
 
 def response_of(message: dict | None = None, **values) -> str:
-    top = {"prompt_token_ids": values.pop("prompt_token_ids")} if "prompt_token_ids" in values else {}
+    top = {key: values.pop(key) for key in ("prompt_token_ids", "usage") if key in values}
     message = message or {"role": "assistant", "content": "yes"}
     return json.dumps({**top, "choices": [{"message": message, "finish_reason": "stop", **values}]})
 
@@ -168,6 +168,7 @@ def test_an_answer_holds_what_the_server_tells():
     assert vllm == Answer(yes, "stop", [1, 2], [3, 4])
     choice = {"message": yes, "finish_reason": "stop", "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
     assert read_answer(json.dumps({"choices": [choice]})) == vllm
+    assert read_answer(response_of(usage={"completion_tokens": 4})) == Answer(yes, "stop", num_tokens=4)
     assert read_answer(response_of(prompt_token_ids=None, token_ids=["3"])) == Answer(yes, "stop")
 
     calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
@@ -177,7 +178,8 @@ def test_an_answer_holds_what_the_server_tells():
     expected = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
     assert read_answer(response_of(message)).message == expected
     cut_while_thinking = {"role": "assistant", "content": None, "reasoning": "hm"}
-    assert read_answer(response_of(cut_while_thinking, finish_reason="length")).message["reasoning"] == "hm"
+    cut = read_answer(response_of(cut_while_thinking, finish_reason="length"))
+    assert cut.message == {"role": "assistant", "content": "", "reasoning_content": "hm"}
     assert read_answer(response_of({"role": "assistant", "content": ""})).message["content"] == ""
 
 
