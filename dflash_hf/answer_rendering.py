@@ -49,7 +49,7 @@ class ChatRenderer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        tools: list[dict[str, Any]] | None,
+        tools: list[Any] | None,
         template_kwargs: Mapping[str, Any],
     ) -> None:
         self.tokenizer, self.tools, self.template_kwargs = tokenizer, tools, template_kwargs
