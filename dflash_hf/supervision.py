@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .answer_rendering import ChatRenderer, RenderedAnswer, TemplateError, shared_length, without_nulls
+
 logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class SupervisedRow:
+    """
+    A row as token ids.
+
+    Args:
+        ids (`list[int]`): all of it.
+        mask (`list[bool]`): True at tokens that the target itself would have written.
+        lost_answers (`tuple[int, ...]`): positions in `messages` of answers that carry no loss, since the conversation
+            no longer has them as they were written.
+    """
+
+    ids: list[int]
+    mask: list[bool]
+    lost_answers: tuple[int, ...] = ()
 
 
 def tokenize_row(
@@ -21,6 +41,10 @@ def tokenize_row(
 ) -> tuple[list[int], list[bool]]:
     """
     Turn one row into token ids and the mask of tokens that carry loss.
+
+    The ids before the last answer are those of `apply_chat_template(messages[:-1], add_generation_prompt=True)`, token
+    for token, also where the tokenizer would join the end of the prompt and the beginning of the answer. The one
+    exception is an empty thinking block that the template puts before an answer without thought: it is context.
 
     Args:
         row (`Mapping`):
@@ -42,39 +66,202 @@ def tokenize_row(
         `tuple[list[int], list[bool]]`: the ids, and True at tokens the target itself would have generated.
 
     Raises:
-        ValueError: the columns are unknown, `input_ids` are no flat list of integers, or the chat template renders an
-            answer so that its beginning cannot be found.
+        ValueError: the columns are unknown, `input_ids` are no flat list of integers, or the chat template refuses the
+            row or renders its last answer so that the beginning cannot be found.
+    """
+    read = read_row(row, tokenizer, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs)
+    if read.lost_answers:
+        logger.warning_once(
+            "The chat template renders earlier answers of a conversation otherwise once it goes on (it strips "
+            "thinking, for instance): such answers are context and carry no loss. To train on them, give each "
+            "beginning of a conversation that ends with an answer as a row of its own, as dflash-hf prepare "
+            "--split-turns does."
+        )
+    return read.ids[:max_length], read.mask[:max_length]
+
+
+def read_row(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> SupervisedRow:
+    """
+    Turn one row into token ids, whole, and say which of its answers carry no loss.
+
+    Args:
+        row, tokenizer, eos_token_ids, chat_template_kwargs:
+            As in [`tokenize_row`].
+
+    Returns:
+        [`SupervisedRow`]
+
+    Raises:
+        ValueError: as [`tokenize_row`]; a [`TemplateError`] if the chat template is the reason.
     """
     if row.get("input_ids") is not None:
-        ids = _plain_list(row["input_ids"])
-        for token in ids:
-            if type(token) is not int:
-                raise ValueError(f"input_ids hold {token!r}: they must be one flat list of integers.")
-        if row.get("segment_ids") is not None:
-            raise ValueError(
-                "It is a packed row, and packed rows are read from a datasets.Dataset alone. Give the documents, and "
-                "packing=True."
-            )
-        given = row.get("loss_mask") if row.get("loss_mask") is not None else row.get("supervised_mask")
-        mask = [True] * len(ids) if given is None else [bool(keep) for keep in given]
-        if len(mask) != len(ids):
-            raise ValueError(f"loss_mask has {len(mask)} entries for {len(ids)} input_ids: they must be equally long.")
-        return ids[:max_length], mask[:max_length]
+        return _given_ids(row)
     if tokenizer is None:
         raise ValueError("Rows of text need a tokenizer: pass processing_class=tokenizer.")
+    is_cut = row.get("finish_reason") == "length"
+    tokens = _Tokens(tokenizer, eos_token_ids)
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str) and row.get("messages") is None:
+        prompt_ids, answer_ids, count = tokens.of_answer(RenderedAnswer(row["prompt"], "", row["completion"]), is_cut)
+        return _join(prompt_ids, answer_ids, count)
+    messages, first_supervised = _messages(row)
+    if not messages:
+        return SupervisedRow([], [])
+    renderer = row_renderer(row, tokenizer, chat_template_kwargs)
+    answers = [
+        index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_supervised
+    ]
+    if not answers:
+        ids = tokens.encode(renderer.text(messages))
+        return SupervisedRow(ids, [False] * len(ids))
+    *earlier, last = answers
+    rendered = renderer.answer(messages[: last + 1], is_cut)
+    read = _join(*tokens.of_answer(rendered, is_cut))
+    lost = [
+        index
+        for index in earlier
+        if not _supervise_earlier(read, rendered.prompt, renderer, tokens, messages[: index + 1])
+    ]
+    return SupervisedRow(read.ids, read.mask, tuple(lost))
 
-    ends = {*eos_token_ids, tokenizer.eos_token_id}
-    text, spans = _render(row, tokenizer, {**(chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})})
-    ids, mask = _mask_spans(tokenizer, text, spans)
-    open_turn = True
-    for index, supervised in enumerate(mask):
-        if not supervised:
-            open_turn = True
-        elif not open_turn:
-            mask[index] = False
-        elif ids[index] in ends:
-            open_turn = False
-    return ids[:max_length], mask[:max_length]
+
+def row_renderer(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
+) -> ChatRenderer:
+    """
+    The chat template with the arguments of a row.
+
+    Args:
+        row (`Mapping`): its `tools` and `chat_template_kwargs` reach the template.
+        tokenizer (`PreTrainedTokenizerBase`): has the template.
+        chat_template_kwargs (`Mapping`, *optional*): for every row; those of the row come first.
+
+    Returns:
+        [`ChatRenderer`]
+    """
+    own = without_nulls(row.get("chat_template_kwargs") or {})
+    return ChatRenderer(tokenizer, without_nulls(row.get("tools")), {**(chat_template_kwargs or {}), **own})
+
+
+def split_turns(row: Mapping[str, Any], lost_answers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """
+    Give answers rows of their own: each the conversation up to that answer.
+
+    Args:
+        row (`Mapping`): a row of `messages`.
+        lost_answers (`Sequence[int]`): positions of the answers in `messages`.
+
+    Yields:
+        `dict`: rows in which the answer is the last message and carries the loss alone.
+    """
+    of_whole_row = {"messages", "input_ids", "loss_mask", "finish_reason", "sample_id"}
+    kept = {name: value for name, value in row.items() if name not in of_whole_row}
+    for index in lost_answers:
+        messages = list(row["messages"])
+        yield {**kept, "prompt": messages[:index], "completion": [messages[index]]}
+
+
+class _Tokens:
+    """Tokenises a prompt as generation does, and an answer as what comes after it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.ends = {*eos_token_ids, tokenizer.eos_token_id}
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def of_answer(self, rendered: RenderedAnswer, is_cut: bool) -> tuple[list[int], list[int], int]:
+        """Ids of the prompt, ids of the answer, and how many of these the target wrote."""
+        prompt = rendered.prompt + rendered.inserted
+        prompt_ids = self.encode(prompt)
+        answer_ids = self._after(prompt_ids, prompt, rendered.answer)
+        end = next((index for index, token in enumerate(answer_ids) if token in self.ends), None)
+        if end is None:
+            return prompt_ids, answer_ids, len(answer_ids)
+        return (prompt_ids, answer_ids[:end], end) if is_cut else (prompt_ids, answer_ids, end + 1)
+
+    def _after(self, prompt_ids: list[int], prompt: str, answer: str) -> list[int]:
+        """
+        Ids of an answer after the ids of its prompt.
+
+        Where the tokenizer joins the end of the prompt and the beginning of the answer in one token, the answer is
+        tokenised without the prompt: behind a special token or by itself, less the space that some tokenizers put
+        before a text.
+        """
+        together = self.encode(prompt + answer)
+        if together[: len(prompt_ids)] == prompt_ids:
+            return together[len(prompt_ids) :]
+        text = self._decode(together)
+        alone = [self.encode(answer)]
+        if self.tokenizer.eos_token is not None:
+            alone.insert(0, self.encode(self.tokenizer.eos_token + answer)[1:])
+        for ids in alone:
+            for candidate in (ids, ids[1:]):
+                if self._decode(prompt_ids + candidate) == text:
+                    return candidate
+        raise TemplateError(
+            "The tokenizer joins the end of the prompt and the beginning of the answer, and tokenised apart they are "
+            "another text. Pass `input_ids` with `loss_mask`, as the target read and wrote them."
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _join(prompt_ids: list[int], answer_ids: list[int], num_written: int) -> SupervisedRow:
+    mask = [False] * len(prompt_ids) + [index < num_written for index in range(len(answer_ids))]
+    return SupervisedRow(prompt_ids + answer_ids, mask)
+
+
+def _supervise_earlier(
+    read: SupervisedRow,
+    last_prompt: str,
+    renderer: ChatRenderer,
+    tokens: _Tokens,
+    messages: list[dict[str, Any]],
+) -> bool:
+    """
+    Mark an earlier answer in the mask, where the row still has its prompt and the answer token for token.
+
+    The token that ended it may be another one since (a return that became an end of message): that one is left out.
+    """
+    try:
+        rendered = renderer.answer(messages)
+        if not last_prompt.startswith(rendered.prompt + rendered.inserted):
+            return False
+        prompt_ids, answer_ids, num_written = tokens.of_answer(rendered, is_cut=False)
+    except TemplateError:
+        return False
+    start, written = len(prompt_ids), answer_ids[:num_written]
+    same = shared_length(read.ids[start:], written)
+    is_whole = same == num_written or (same == num_written - 1 and written[-1] in tokens.ends)
+    if read.ids[:start] != prompt_ids or not is_whole or not same:
+        return False
+    read.mask[start : start + same] = [True] * same
+    return True
+
+
+def _given_ids(row: Mapping[str, Any]) -> SupervisedRow:
+    ids = _plain_list(row["input_ids"])
+    for token in ids:
+        if type(token) is not int:
+            raise ValueError(f"input_ids hold {token!r}: they must be one flat list of integers.")
+    if row.get("segment_ids") is not None:
+        raise ValueError(
+            "It is a packed row, and packed rows are read from a datasets.Dataset alone. Give the documents, and "
+            "packing=True."
+        )
+    given = row.get("loss_mask") if row.get("loss_mask") is not None else row.get("supervised_mask")
+    mask = [True] * len(ids) if given is None else [bool(keep) for keep in given]
+    if len(mask) != len(ids):
+        raise ValueError(f"loss_mask has {len(mask)} entries for {len(ids)} input_ids: they must be equally long.")
+    return SupervisedRow(ids, mask)
 
 
 def _plain_list(values: Any) -> list[Any]:
@@ -82,17 +269,12 @@ def _plain_list(values: Any) -> list[Any]:
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def _render(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
-) -> tuple[str, list[tuple[int, int]]]:
-    """The row as one text, and the character spans of its answers."""
+def _messages(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """The conversation, and the position of the first message that may be supervised."""
     if row.get("messages") is not None:
         messages, first_supervised = list(row["messages"]), 0
     elif row.get("prompt") is not None and row.get("completion") is not None:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
-        messages, first_supervised = [*prompt, *completion], len(prompt)
+        messages, first_supervised = [*row["prompt"], *row["completion"]], len(row["prompt"])
     else:
         raise ValueError(
             f"A row has the columns {sorted(row)}; it needs `messages`, or `prompt` and `completion`, or `input_ids`."
@@ -100,56 +282,4 @@ def _render(
     for message in messages:
         if not isinstance(message, Mapping) or message.get("role") is None:
             raise ValueError(f"A message is {message!r}: it must be a mapping with `role` and `content`.")
-    if not messages:
-        return "", []
-    # Columnar storage fills missing keys of a message with None
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-    def render(part: list[dict[str, Any]], **kwargs: Any) -> str:
-        text = tokenizer.apply_chat_template(part, tools=row.get("tools"), tokenize=False, **kwargs, **template_kwargs)
-        return str(text)
-
-    answers = [
-        index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_supervised
-    ]
-    if not answers:
-        return render(messages), []
-    last = answers[-1]
-    messages = messages[: last + 1]
-    was_cut = row.get("finish_reason") == "length"
-    text = render(messages, continue_final_message=True) if was_cut else render(messages)
-    spans = []
-    for index in answers:
-        prompt_text = render(messages[:index], add_generation_prompt=True)
-        answer_end = len(text) if index == last else len(render(messages[: index + 1]))
-        if text.startswith(prompt_text) and (index == last or text.startswith(render(messages[: index + 1]))):
-            spans.append((len(prompt_text), answer_end))
-        elif index == last:
-            raise ValueError(
-                "The chat template renders the conversation so that it does not begin with the prompt of its last "
-                "answer (a template that strips thinking or adds dates does this). Pass rows of `prompt` and "
-                "`completion` texts, or `input_ids` with `loss_mask`, or other chat_template_kwargs."
-            )
-        else:
-            logger.warning_once(
-                "The chat template renders earlier answers of a conversation otherwise once it goes on (it strips "
-                "thinking, for instance): such answers are context and carry no loss. To train on them, give each "
-                "beginning of a conversation that ends with an answer as a row of its own."
-            )
-    return text, spans
-
-
-def _mask_spans(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[bool]]:
-    """Token ids of `text`, and True at tokens that begin inside one of the character spans."""
-    if tokenizer.is_fast:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        return list(encoded["input_ids"]), [any(a <= start < b for a, b in spans) for start in starts]
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    mask = [False] * len(ids)
-    for span in spans:
-        first, after = (len(tokenizer(text[:end], add_special_tokens=False)["input_ids"]) for end in span)
-        mask[first:after] = [True] * (after - first)
-    return ids, mask
+    return without_nulls(messages), first_supervised
