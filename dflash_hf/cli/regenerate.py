@@ -139,23 +139,22 @@ def _show(steps: Generator[RegenerationProgress], total: int, console: Console) 
         TextColumn("{task.fields[speed]:.0f} tokens/s  failed {task.fields[failed]}"),
         console=console,
     )
+    speed, next_line = 0.0, 1
     try:
         with closing(steps), live:
             task = live.add_task("", total=total, speed=0.0, failed=0)
             for progress in steps:
-                elapsed_s = live.tasks[0].elapsed or 0.0
-                live.update(
-                    task,
-                    completed=progress.num_seen,
-                    speed=progress.num_tokens / max(elapsed_s, 1e-9),
-                    failed=progress.num_failed,
-                )
+                speed = progress.num_tokens / max(live.tasks[0].elapsed or 0.0, 1e-9)
+                live.update(task, completed=progress.num_seen, speed=speed, failed=progress.num_failed)
+                if progress.num_seen >= next_line and not console.is_terminal:  # a log file has no live line
+                    console.print(f"{progress.num_seen} of {total} prompts, {speed:.0f} tokens/s", highlight=False)
+                    next_line = progress.num_seen + max(1, total // 20)
     except KeyboardInterrupt:
         return False
     finally:
         console.print(
-            f"{progress.num_answered} answered ({progress.num_tokens:,} tokens), {progress.num_done} answered before, "
-            f"{progress.num_repeated} repeated, {progress.num_failed} failed.",
+            f"{progress.num_answered} answered ({progress.num_tokens:,} tokens, {speed:.0f} a second), "
+            f"{progress.num_done} answered before, {progress.num_repeated} repeated, {progress.num_failed} failed.",
             highlight=False,
         )
     return True
