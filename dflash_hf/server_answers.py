@@ -136,11 +136,6 @@ class ServerEngine:
                     f"No model was named, and {self.shown_url} lists {_names(models)}: name the one to be asked."
                 )
             self.model = models[0]
-        elif models and self.model not in models:
-            logger.warning(
-                f"{self.shown_url} does not list {self.model!r}, but {_names(models)}. Some servers take names that "
-                "they do not list, and some answer to any name: the first answer decides."
-            )
         self._models = models
         return self.model
 
@@ -221,6 +216,11 @@ class ServerEngine:
             if fault.is_transient and num_retries:
                 return request, Failure(f"{fault.reason} (tried {num_retries + 1} times)"), True
             return request, Failure(fault.reason), fault.is_transient
+        if self._is_doubtful():
+            logger.warning(
+                f"{self.shown_url} answers to {self.model!r} but lists {_names(self._models or [])}. Some servers "
+                "list less than they have, and some answer to any name: make sure that this is the target."
+            )
         self._num_answers += 1
         return request, answer, False
 

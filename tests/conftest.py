@@ -70,8 +70,7 @@ def draft(target: LlamaForCausalLM) -> DFlashDraftModel:
     return make_draft(target)
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, with the special tokens of a chat model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
@@ -83,6 +82,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=bytes_only, pad_token="<|pad|>", eos_token="<|end|>")
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ def test_the_environment_names_the_key(monkeypatch):
     assert server.calls[0].authorization == "Bearer from-outside"
 
 
-def test_a_wrong_model_stops_the_run_and_the_right_names_are_listed():
+def test_a_wrong_model_stops_the_run_and_the_right_names_are_listed(caplog):
     def only_served(body: dict) -> dict:
         if body["model"] == "served":
             return answer_of(body)
@@ -241,8 +241,11 @@ def test_a_wrong_model_stops_the_run_and_the_right_names_are_listed():
         ):
             answers_of(engine_of(server, "wrong"), requests_of(40))
         assert len(server.calls) == 1
+        assert not caplog.messages
         assert len(answers_of(engine_of(server, "served"), requests_of(40))) == 40
         assert len(server.calls) == 41
+    (warning,) = caplog.messages
+    assert "answers to 'served' but lists listed/a, listed/b." in warning
 
 
 @pytest.mark.parametrize(
