@@ -330,7 +330,7 @@ class PreparedStream(torch.utils.data.IterableDataset):
                 logger.warning(str(counts))  # the 1st, 10th, 100th …: a long stream is heard of early, and not often
             if not drop_reason:
                 if row.get("sample_id") is None:
-                    prepared["sample_id"] = _content_id(prepared["input_ids"], prepared["supervised_mask"])
+                    prepared["sample_id"] = content_id(prepared["input_ids"], prepared["supervised_mask"])
                 yield prepared
 
 
@@ -377,7 +377,7 @@ def prepare_rows(
     return dataset
 
 
-def _content_id(input_ids: Sequence[int], supervised_mask: Sequence[bool]) -> int:
+def content_id(input_ids: Sequence[int], supervised_mask: Sequence[bool]) -> int:
     """A sample id that depends on the row alone, wherever and whenever it is read."""
     text = f"{input_ids} {supervised_mask}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) & MAX_SAMPLE_ID

@@ -109,7 +109,7 @@ def read_row(
     if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str) and row.get("messages") is None:
         prompt_ids, answer_ids, count = tokens.of_answer(RenderedAnswer(row["prompt"], "", row["completion"]), is_cut)
         return _join(prompt_ids, answer_ids, count)
-    messages, first_supervised = _messages(row)
+    messages, first_supervised = conversation_of(row)
     if not messages:
         return SupervisedRow([], [])
     renderer = row_renderer(row, tokenizer, chat_template_kwargs)
@@ -128,6 +128,27 @@ def read_row(
         if not _supervise_earlier(read, rendered.prompt, renderer, tokens, messages[: index + 1])
     ]
     return SupervisedRow(read.ids, read.mask, tuple(lost))
+
+
+def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """
+    The messages of a row, without nulls, and the position of the first that may be supervised.
+
+    Raises:
+        ValueError: the columns are unknown, or a message has no role.
+    """
+    if row.get("messages") is not None:
+        messages, first_supervised = list(row["messages"]), 0
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        messages, first_supervised = [*row["prompt"], *row["completion"]], len(row["prompt"])
+    else:
+        raise ValueError(
+            f"A row has the columns {sorted(row)}; it needs `messages`, or `prompt` and `completion`, or `input_ids`."
+        )
+    for message in messages:
+        if not isinstance(message, Mapping) or message.get("role") is None:
+            raise ValueError(f"A message is {message!r}: it must be a mapping with `role` and `content`.")
+    return without_nulls(messages), first_supervised
 
 
 def row_renderer(
@@ -267,19 +288,3 @@ def _given_ids(row: Mapping[str, Any]) -> SupervisedRow:
 def _plain_list(values: Any) -> list[Any]:
     """A list of Python numbers, also from an array or a tensor."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-def _messages(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """The conversation, and the position of the first message that may be supervised."""
-    if row.get("messages") is not None:
-        messages, first_supervised = list(row["messages"]), 0
-    elif row.get("prompt") is not None and row.get("completion") is not None:
-        messages, first_supervised = [*row["prompt"], *row["completion"]], len(row["prompt"])
-    else:
-        raise ValueError(
-            f"A row has the columns {sorted(row)}; it needs `messages`, or `prompt` and `completion`, or `input_ids`."
-        )
-    for message in messages:
-        if not isinstance(message, Mapping) or message.get("role") is None:
-            raise ValueError(f"A message is {message!r}: it must be a mapping with `role` and `content`.")
-    return without_nulls(messages), first_supervised

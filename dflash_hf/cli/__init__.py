@@ -15,6 +15,7 @@ from .check import check
 from .convert import convert
 from .demo import demo
 from .generate import generate
+from .prepare import prepare
 from .push import push
 from .regenerate import regenerate
 from .train import train
@@ -33,6 +34,7 @@ app.command(
 app.command()(generate)
 app.command()(chat)
 app.command()(regenerate)
+app.command()(prepare)
 app.command()(convert)
 app.command()(check)
 app.command()(push)
