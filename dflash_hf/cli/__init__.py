@@ -15,6 +15,7 @@ from .check import check
 from .convert import convert
 from .demo import demo
 from .generate import generate
+from .inspect import inspect
 from .prepare import prepare
 from .push import push
 from .regenerate import regenerate
@@ -35,6 +36,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(regenerate)
 app.command()(prepare)
+app.command()(inspect)
 app.command()(convert)
 app.command()(check)
 app.command()(push)
