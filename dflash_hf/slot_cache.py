@@ -127,8 +127,8 @@ class SlotCache(Cache):
         unknown = sorted(set(layer_types) - set(ATTENTION_TYPES))
         if unknown:
             raise ValueError(
-                f"The model {config.name_or_path!r} has layers of type {', '.join(unknown)}; slots can be "
-                f"{' and '.join(ATTENTION_TYPES)} only. Use `generate`."
+                f"The model {config.name_or_path!r} has layers of type {', '.join(unknown)}, but only "
+                f"{' and '.join(ATTENTION_TYPES)} can have slots that are refilled. Use `generate`."
             )
         super().__init__(layers=[SlotLayer(self.plan, num_slots) for _ in layer_types])
 

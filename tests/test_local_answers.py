@@ -1,0 +1,327 @@
+"""The local engine against `generate` on one prompt at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from conftest import greedy, make_target
+from transformers import (
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from dflash_hf.answer_rules import Draws, draw
+from dflash_hf.answering import Answer, Failure, RequestFeed, Sampling, TurnRequest
+from dflash_hf.local_answers import LocalEngine
+
+END, PAD = 257, 256
+WORDS = ["", "a", "Why?", "Tell me a long story, please", "x" * 40, "one two", "?", "b" * 23]
+
+
+def make_chat_target(seed: int = 0, end: Any = END, **overrides: Any) -> LlamaForCausalLM:
+    """A random target with the vocabulary of the byte tokenizer; few tokens end an answer, so most are cut."""
+    return make_target(seed, vocab_size=272, eos_token_id=end, pad_token_id=PAD, **overrides)
+
+
+def requests(number: int) -> list[TurnRequest]:
+    return [
+        TurnRequest(f"row {index}", [{"role": "user", "content": WORDS[index % len(WORDS)] * (1 + index % 3)}])
+        for index in range(number)
+    ]
+
+
+def answers_of(engine: LocalEngine, asked: Iterable[TurnRequest]) -> dict[str, Answer | Failure]:
+    found = [(request.conversation_id, answer) for request, answer in engine.answers(RequestFeed(asked))]
+    assert len({name for name, _ in found}) == len(found)
+    return dict(found)
+
+
+def ids_of(answers: dict[str, Answer | Failure]) -> dict[str, list[int] | None]:
+    return {name: answer.token_ids for name, answer in answers.items() if isinstance(answer, Answer)}
+
+
+def alone(target: Any, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
+    return greedy(target, torch.tensor([prompt_ids]), max_new_tokens, pad_token_id=PAD)
+
+
+def end_tokens(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list[TurnRequest]) -> list[int]:
+    """Tokens that the target often writes, so that answers of very different lengths end with them."""
+    written = Counter()
+    for request in asked:
+        ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, return_dict=False)
+        written.update(set(alone(target, ids, 24)[2:]))
+    return [token for token, _ in written.most_common(3)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "attn_implementation": "eager"},
+        {"kind": "sliding"},
+        {"kind": "sliding", "attn_implementation": "eager"},
+    ],
+    ids=str,
+)
+def test_greedy_answers_are_those_of_generate_on_each_prompt_alone(tokenizer, overrides):
+    overrides = dict(overrides)
+    implementation = overrides.pop("attn_implementation", "sdpa")
+    if overrides.pop("kind", None) == "sliding":
+        config = make_chat_target().config.to_dict() | {"sliding_window": 7, "model_type": "mistral"}
+        torch.manual_seed(3)
+        target: Any = MistralForCausalLM(MistralConfig(**config)).eval()
+    else:
+        target = make_chat_target(**overrides)
+    target.set_attn_implementation(implementation)
+    asked = requests(21)
+    ends = end_tokens(target, tokenizer, asked)
+    target.generation_config.eos_token_id = [END, *ends]
+    expected = {}
+    for request in asked:
+        ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, return_dict=False)
+        expected[request.conversation_id] = alone(target, ids, 24)
+    lengths = {len(answer) for answer in expected.values()}
+    assert len(lengths) > 4
+    assert 24 in lengths
+    for refill, batch_size in ((True, 1), (True, 3), (True, 17), (False, 17)):
+        engine = LocalEngine(target, tokenizer, Sampling(24), batch_size=batch_size, refill=refill)
+        answers = answers_of(engine, asked)
+        assert ids_of(answers) == expected
+        for answer in answers.values():
+            assert isinstance(answer, Answer)
+            assert answer.token_ids
+            has_end = answer.token_ids[-1] in (END, *ends)
+            assert answer.finish_reason == ("stop" if has_end else "length")
+            content = answer.token_ids[:-1] if has_end else answer.token_ids
+            assert answer.message == {"role": "assistant", "content": tokenizer.decode(content)}
+
+
+def test_prompts_of_one_token_and_answers_of_one_token(tokenizer):
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    target = make_chat_target()
+    asked = [TurnRequest(text, [{"role": "user", "content": text}]) for text in "abcdef"]
+    for max_new_tokens in (1, 6):
+        engine = LocalEngine(target, tokenizer, Sampling(max_new_tokens), batch_size=4)
+        answers = answers_of(engine, asked)
+        for text, answer in answers.items():
+            assert isinstance(answer, Answer)
+            assert answer.prompt_ids == tokenizer.encode(text)
+            assert answer.token_ids == alone(target, answer.prompt_ids, max_new_tokens)
+
+
+def test_rules_of_the_generation_config_hold_as_in_generate(tokenizer):
+    target = make_chat_target()
+    target.generation_config.update(repetition_penalty=1.7, min_new_tokens=5, no_repeat_ngram_size=2)
+    target.generation_config.eos_token_id = end_tokens(target, tokenizer, requests(8))
+    for refill in (True, False):
+        answers = answers_of(LocalEngine(target, tokenizer, Sampling(16), batch_size=5, refill=refill), requests(8))
+        for answer in answers.values():
+            assert isinstance(answer, Answer)
+            assert answer.prompt_ids
+            assert answer.token_ids
+            assert answer.token_ids == alone(target, answer.prompt_ids, 16)
+            assert len(answer.token_ids) >= 5
+
+
+@pytest.mark.parametrize("temperature", [None, 0.9])
+def test_sampled_answers_depend_on_their_seed_alone(tokenizer, temperature):
+    target = make_chat_target()
+    target.generation_config.update(do_sample=True, temperature=1.3, top_k=30, repetition_penalty=1.2)
+    sampling = Sampling(12, temperature, top_p=0.9, seed=5)
+    asked = requests(13)
+    first = ids_of(answers_of(LocalEngine(target, tokenizer, sampling, batch_size=4), asked))
+    for batch_size, order, refill in ((13, asked[::-1], True), (1, asked, True), (3, asked, False)):
+        engine = LocalEngine(target, tokenizer, sampling, batch_size=batch_size, refill=refill)
+        assert ids_of(answers_of(engine, order)) == first
+    other_seed = Sampling(12, temperature, top_p=0.9, seed=6)
+    assert ids_of(answers_of(LocalEngine(target, tokenizer, other_seed, batch_size=4), asked)) != first
+    same_text = [TurnRequest(str(index), [{"role": "user", "content": "Why?"}]) for index in range(4)]
+    drawn = ids_of(answers_of(LocalEngine(target, tokenizer, sampling, batch_size=4), same_text))
+    assert len({tuple(answer or ()) for answer in drawn.values()}) == 4
+
+
+@pytest.mark.parametrize("refill", [True, False])
+def test_sampling_draws_from_the_distribution_of_the_target(tokenizer, refill):
+    target = make_chat_target()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    sampling = Sampling(1, temperature=1.5, top_k=6, top_p=0.95)
+    number = 3000
+    asked = [TurnRequest(str(index), [{"role": "user", "content": "Why"}]) for index in range(number)]
+    engine = LocalEngine(target, tokenizer, sampling, batch_size=500, refill=refill)
+    counts = Counter((answer or [-1])[0] for answer in ids_of(answers_of(engine, asked)).values())
+    with torch.no_grad():
+        scores, tokens = (target(torch.tensor([tokenizer.encode("Why")])).logits[0, -1] / 1.5).topk(6)
+    probabilities = scores.softmax(-1)
+    kept = int((probabilities.cumsum(-1) < 0.95).sum()) + 1
+    probabilities = probabilities[:kept] / probabilities[:kept].sum()
+    assert kept > 2
+    assert set(counts) <= set(tokens[:kept].tolist())
+    statistic = sum(
+        (counts[int(token)] - number * float(p)) ** 2 / (number * float(p))
+        for token, p in zip(tokens, probabilities, strict=False)
+    )
+    freedom = kept - 1
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_drawing_walks_through_the_summed_probabilities():
+    scores = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]] * 5).log()
+    assert draw(scores, [0.0, 0.4999, 0.5, 0.75, 1 - 2**-32]).tolist() == [1, 1, 3, 4, 4]
+    numbers = [Draws(7).next() for _ in range(2)]
+    assert numbers[0] == numbers[1]
+    assert 0 <= numbers[0] < 1
+
+
+def test_a_prompt_that_cannot_be_answered_fails_alone(tokenizer):
+    target = make_chat_target(max_position_embeddings=40)
+    template = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no\nsuch role') }}{% endif %}" + template
+    )
+    texts = ["good", "bad", "x" * 60, "y" * 36, "z" * 37, "fine"]
+    asked = [TurnRequest(text[0], [{"role": "user", "content": text}]) for text in texts]
+    answers = answers_of(LocalEngine(target, tokenizer, Sampling(8), batch_size=2), [*asked, TurnRequest("none", [])])
+    reasons = {name: answer.reason for name, answer in answers.items() if isinstance(answer, Failure)}
+    assert set(reasons) == {"b", "x", "z", "none"}
+    assert "no such role" in reasons["b"]
+    assert "63 tokens" in reasons["x"]
+    assert "40" in reasons["z"]
+    y = answers["y"]  # 39 tokens: room for one
+    assert isinstance(y, Answer)
+    assert y.prompt_ids
+    assert len(y.prompt_ids) == 39
+    assert y.token_ids == alone(target, y.prompt_ids, 1)
+    assert y.finish_reason == "length"
+
+
+def test_tools_and_template_arguments_reach_the_template(tokenizer):
+    tokenizer.chat_template = "{{ tools | length }}{{ mood }}{{ messages[-1]['content'] }}"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}] * 2
+    asked = TurnRequest("a", [{"role": "user", "content": "!"}], tools=tools, chat_template_kwargs={"mood": "glad"})
+    answer = answers_of(LocalEngine(make_chat_target(), tokenizer, Sampling(2)), [asked])["a"]
+    assert isinstance(answer, Answer)
+    assert tokenizer.decode(answer.prompt_ids) == "2glad!"
+
+
+def test_the_feed_is_read_as_far_as_needed_and_follow_ups_are_answered(tokenizer):
+    target, read = make_chat_target(), []
+
+    def endless():
+        for index in range(10**6):
+            read.append(index)
+            yield TurnRequest(f"row {index}", [{"role": "user", "content": "Hi"}])
+
+    found = LocalEngine(target, tokenizer, Sampling(3), batch_size=2).answers(RequestFeed(endless()))
+    for _ in range(3):
+        next(found)
+    found.close()
+    assert len(read) <= 16
+
+    feed = RequestFeed(requests(3))
+    turns = []
+    for request, answer in LocalEngine(target, tokenizer, Sampling(3), batch_size=2).answers(feed):
+        assert isinstance(answer, Answer)
+        turns.append((request.conversation_id, request.turn))
+        if request.turn < 2:
+            messages = [*request.messages, answer.message, {"role": "user", "content": "And?"}]
+            feed.put(TurnRequest(request.conversation_id, messages, request.turn + 1))
+    assert sorted(turns) == [(f"row {index}", turn) for index in range(3) for turn in range(3)]
+
+
+def test_a_failed_first_turn_may_be_followed_by_another_request(tokenizer):
+    feed = RequestFeed([TurnRequest("bad", [])])
+    engine = LocalEngine(make_chat_target(), tokenizer, Sampling(2))
+    names = []
+    for request, _ in engine.answers(feed):
+        names.append(request.conversation_id)
+        if request.conversation_id == "bad":
+            feed.put(requests(1)[0])
+    assert names == ["bad", "row 0"]
+
+
+@pytest.mark.parametrize("refill", [True, False])
+def test_out_of_memory_halves_the_batch_and_loses_nothing(tokenizer, monkeypatch, refill):
+    target = make_chat_target()
+    expected = ids_of(answers_of(LocalEngine(target, tokenizer, Sampling(8), refill=True, batch_size=1), requests(11)))
+    forward = target.forward
+
+    def with_room_for_three(*args: Any, **kwargs: Any) -> Any:
+        if len(kwargs["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("no room")
+        return forward(*args, **kwargs)
+
+    with_room_for_three.__signature__ = __import__("inspect").signature(forward)
+    monkeypatch.setattr(target, "forward", with_room_for_three)
+    engine = LocalEngine(target, tokenizer, Sampling(8), batch_size=8, refill=refill)
+    assert ids_of(answers_of(engine, requests(11))) == expected
+
+
+def test_targets_that_have_other_caches_are_answered_by_generate(tokenizer, caplog):
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=0,
+        mlp_only_layers=[0, 1],
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    target = Qwen3NextForCausalLM(config).eval()
+    engine = LocalEngine(target, tokenizer, Sampling(6), batch_size=3)
+    assert not engine.refill
+    for answer in answers_of(engine, requests(5)).values():
+        assert isinstance(answer, Answer)
+        assert answer.prompt_ids
+        assert answer.token_ids == alone(target, answer.prompt_ids, 6)
+    with pytest.raises(ValueError, match="linear_attention"):
+        LocalEngine(target, tokenizer, Sampling(6), refill=True)
+
+
+def test_the_target_is_left_as_it_was(tokenizer):
+    target = make_chat_target()
+    before = (target.config.to_dict(), target.generation_config.to_dict(), target.training)
+    found = LocalEngine(target, tokenizer, Sampling(5, temperature=0.7), batch_size=2).answers(
+        RequestFeed(requests(4))
+    )
+    next(found)
+    assert torch.is_grad_enabled()
+    assert (target.config.to_dict(), target.generation_config.to_dict(), target.training) == before
+    found.close()
+    assert (target.config.to_dict(), target.generation_config.to_dict(), target.training) == before
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason(tokenizer):
+    target = make_chat_target()
+    with pytest.raises(ValueError, match="batch_size=0"):
+        LocalEngine(target, tokenizer, Sampling(), batch_size=0)
+    target.generation_config.num_beams = 3
+    LocalEngine(target, tokenizer, Sampling())
+    with pytest.raises(ValueError, match="beam"):
+        LocalEngine(target, tokenizer, Sampling(temperature=None))
+    target.generation_config.num_beams = 1
+    target.generation_config.max_time = 3.0
+    with pytest.raises(ValueError, match="MaxTimeCriteria"):
+        LocalEngine(target, tokenizer, Sampling())
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        LocalEngine(make_chat_target(), tokenizer, Sampling())
