@@ -194,7 +194,7 @@ class TrainingRows:
                 "rows of prompt and completion texts, rows of input_ids with a loss_mask, or a chat target."
             )
         self.dataset, self.tokenizer = dataset.with_format(None), tokenizer
-        self._how = {
+        self._how: dict[str, Any] = {
             "max_length": max_length,
             "eos_token_ids": tuple(eos_token_ids),
             "num_embeddings": num_embeddings,

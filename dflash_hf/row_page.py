@@ -31,6 +31,7 @@ svg { display: block; width: 100%; height: auto; margin: .5rem 0; } svg text { f
 .c { color: var(--dim); } .s { background: var(--supervised); } .l { background: var(--label); }
 .x { color: var(--special); font-style: italic; } .a { box-shadow: inset 0 -3px var(--anchor); font-weight: 700; }
 .legend span { padding: 0 .4rem; margin-right: .75rem; font: 14px ui-monospace, monospace; }
+details td:nth-child(-n + 5) { white-space: nowrap; } .o { background: var(--slot); }
 .f-s { fill: var(--supervised); } .f-l { fill: var(--label); } .f-a { fill: var(--anchor); }
 .f-o { fill: var(--slot); } .f-c { fill: var(--line); }
 """
@@ -38,7 +39,7 @@ svg { display: block; width: 100%; height: auto; margin: .5rem 0; } svg text { f
 LEGEND = (
     '<p class="legend"><span class="c">context</span><span class="s">supervised</span>'
     '<span class="l">label of a block of this step</span><span class="a">anchor</span>'
-    '<span class="x">special token</span></p>'
+    '<span class="o">slot without loss</span><span class="x">special token</span></p>'
 )
 
 

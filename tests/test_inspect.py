@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import dflash_hf.trainer
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.cli import main
-from dflash_hf.cli.inspect import read_target
+from dflash_hf.preparing import read_target
 from dflash_hf.row_inspection import Block, InspectedRow, StepPlan, TrainingRows, lanes_of
 from dflash_hf.row_page import render_page
+from dflash_hf.row_picture import draw_rows
 from dflash_hf.row_statistics import Histogram, RowStatistics
 from dflash_hf.row_terminal import ANCHOR_STYLE, coloured_text, print_row, print_statistics, strip
 from dflash_hf.row_text import token_pieces, visible
@@ -124,9 +125,9 @@ def test_blocks_shown_are_those_the_trainer_trains_in_step_0(saved_target, tmp_p
     sample_ids, trained = plans[0]
     assert sorted(sample_ids.tolist()) == [0, 1, 3, 4, 5]
 
-    read, eos_token_ids, num_embeddings = read_target(folder)
+    of_target = read_target(folder)
     ours = TrainingRows(
-        dataset, read, max_length=args.max_length, eos_token_ids=eos_token_ids, num_embeddings=num_embeddings
+        dataset, of_target.tokenizer, max_length=args.max_length, eos_token_ids=of_target.eos_token_ids
     )
     plan = StepPlan(block_size=4, anchors_per_sample=args.anchors_per_sample, optimizer_step=0, seed=args.seed)
     for place, sample_id in enumerate(sample_ids.tolist()):
@@ -380,6 +381,24 @@ def test_every_block_and_supervised_part_is_drawn_to_scale():
         ("f-l", 200, 100), ("f-l", 300, 100),
         ("f-o", 100, 400), ("f-l", 200, 200), ("f-a", 100, 100),
     ]  # fmt: skip
+
+
+def test_rows_that_are_all_dropped_or_empty_are_shown_all_the_same(tokenizer, tmp_path):
+    raw = TrainingRows(datasets.Dataset.from_list([conversation("why?", "")] * 2), tokenizer, max_length=5)
+    empty = TrainingRows(prepared("", "."), tokenizer, max_length=5)
+    for rows, words in ((raw, "5 tokens, cut at max_length, 0 supervised; dropped: longer"), (empty, "0 blocks")):
+        statistics = statistics_of(rows)
+        shown = [rows.inspect(index, PLAN) for index in rows.first(3)]
+        assert [row.index for row in shown] == [0, 1]
+        console = Console(file=io.StringIO(), width=100)
+        print_statistics(console, statistics, PLAN, 2)
+        print_row(console, shown[0], PLAN)
+        assert words in console.file.getvalue()
+        assert words in render_page("rows", statistics, shown, PLAN, 2)
+        draw_rows("rows", statistics, shown, PLAN, 2, tmp_path / "rows.png")
+        assert (tmp_path / "rows.png").stat().st_size > 5000
+    assert statistics_of(raw).dropped.total() == 2
+    assert statistics_of(empty).num_without_block == 2
 
 
 # ---- the command ----

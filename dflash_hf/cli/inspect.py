@@ -10,41 +10,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from ..preparing import read_target
+from ..row_files import load_rows
 from ..row_inspection import StepPlan, TrainingRows
 from ..row_page import render_page
 from ..row_picture import draw_rows
 from ..row_statistics import RowStatistics
 from ..row_terminal import print_row, print_statistics
 from ..training_args import DFlashTrainingArguments
-from .train import DraftAndDataArguments, load_rows
-
-
-def read_target(name: str) -> tuple[PreTrainedTokenizerBase, list[int], int]:
-    """
-    Read what rows are prepared with; no weights.
-
-    Args:
-        name (`str`): Hub name or folder of the target.
-
-    Returns:
-        `tuple`: its tokenizer, the ids that end its answers, and the rows of its embedding.
-
-    Raises:
-        OSError: configuration or tokenizer cannot be read.
-    """
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise OSError(f"The target {name!r} cannot be read: {error}") from error
-    try:
-        generation_config = GenerationConfig.from_pretrained(name)
-    except OSError:  # it has no file of its own
-        generation_config = GenerationConfig.from_model_config(config)
-    eos = generation_config.eos_token_id
-    eos_token_ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
-    return tokenizer, eos_token_ids, config.get_text_config(decoder=True).vocab_size
+from .train import DraftAndDataArguments
 
 
 def check_outputs(html: Path | None, png: Path | None) -> None:
@@ -94,13 +69,13 @@ def inspect(
         raise ValueError(f"--rows {rows} must be at least 0.")
     plan = StepPlan(block_size, anchors, step, seed)
     check_outputs(html, png)
-    tokenizer, eos_token_ids, num_embeddings = read_target(target)
+    of_target = read_target(target)
     training_rows = TrainingRows(
         load_rows(data, dataset_config, dataset_split),
-        tokenizer,
+        of_target.tokenizer,
         max_length=max_length,
-        eos_token_ids=eos_token_ids,
-        num_embeddings=num_embeddings,
+        eos_token_ids=of_target.eos_token_ids,
+        num_embeddings=of_target.num_embeddings,
     )
     shown = [training_rows.inspect(index, plan) for index in row or training_rows.first(rows)]
 
