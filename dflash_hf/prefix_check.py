@@ -21,13 +21,15 @@ _THOUGHT = (
     r"<think>(?=\s*[^\s<]).*?</think>\s*|<\|channel\|>analysis<\|message\|>.*?<\|end\|><\|start\|>assistant"
     r"|<\|start\|>assistant<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?=<\|start\|>)"
 )
+_OTHER_DATE = "only another date: the template writes that of the day"
+_INSERTED = "the template puts an empty thinking block before an answer without thought"
 # What may differ: how it looks, and what to say if the row has more of it, if the template has, if both have others
 _DIFFERENCES = (
     (
         re.compile(_DATE),
         "the row has a date that the template does not write",
         "the template writes a date that the row has not",
-        "only another date: the template writes that of the day",
+        _OTHER_DATE,
     ),
     (
         re.compile(r"<think>\s*</think>\s*"),
@@ -121,7 +123,7 @@ def check_prefix(
         position,
         _around(tokenizer, found, position),
         _around(tokenizer, expected, position),
-        _why(found, expected, renderer, history),
+        _why(found, expected, renderer, history, is_recorded),
         is_recorded,
     )
 
@@ -135,10 +137,14 @@ def _around(tokenizer: PreTrainedTokenizerBase, ids: list[int], position: int) -
     return str(tokenizer.decode(ids[max(0, position - TEXT_BEFORE) : position + TEXT_AFTER]))
 
 
-def _why(found: list[int], expected: list[int], renderer: ChatRenderer, history: list[dict[str, Any]]) -> str:
+def _why(
+    found: list[int], expected: list[int], renderer: ChatRenderer, history: list[dict[str, Any]], is_recorded: bool
+) -> str:
     own, other = (str(renderer.tokenizer.decode(ids)) for ids in (found, expected))
     if own == other:
         return "the same text in other tokens: tokens were joined across a boundary"
+    if not is_recorded:  # the template rendered both: only what it inserts before an answer can differ
+        return _INSERTED + _variant_words(found, renderer, history)
     reasons, bare_own, bare_other = [], own, other
     for pattern, more_in_row, more_in_template, both in _DIFFERENCES:
         in_row, in_template = pattern.findall(bare_own), pattern.findall(bare_other)
@@ -149,23 +155,24 @@ def _why(found: list[int], expected: list[int], renderer: ChatRenderer, history:
             reasons.append(both)
     if bare_own != bare_other:
         reasons = [_why_system(own, other, history) or "another text"]
-    if reasons != [_DIFFERENCES[0][3]]:
-        template = str(renderer.tokenizer.chat_template)
-        for variant in _VARIANTS:
-            if next(iter(variant)) in template and _is_rendered_with(variant, found, renderer, history):
-                reasons.append(f"the row's is the prompt of chat_template_kwargs {json.dumps(variant)}")
-                break
-    return "; ".join(reasons or ["another text"])
+    words = "; ".join(reasons or ["another text"])
+    return words if reasons == [_OTHER_DATE] else words + _variant_words(found, renderer, history)
 
 
-def _is_rendered_with(
-    variant: Mapping[str, Any], found: list[int], renderer: ChatRenderer, history: list[dict[str, Any]]
-) -> bool:
-    kwargs = {**renderer.template_kwargs, **variant}
-    try:
-        return _prompt_ids(ChatRenderer(renderer.tokenizer, renderer.tools, kwargs), history) == found
-    except TemplateError:
-        return False
+def _variant_words(found: list[int], renderer: ChatRenderer, history: list[dict[str, Any]]) -> str:
+    """Which arguments make the template give the row's prompt, if any are known."""
+    template = str(renderer.tokenizer.chat_template)
+    for variant in _VARIANTS:
+        if next(iter(variant)) not in template:
+            continue
+        kwargs = {**renderer.template_kwargs, **variant}
+        try:
+            ids = _prompt_ids(ChatRenderer(renderer.tokenizer, renderer.tools, kwargs), history)
+        except TemplateError:
+            continue
+        if ids == found:
+            return f"; the row's is the prompt of chat_template_kwargs {json.dumps(variant)}"
+    return ""
 
 
 def _why_system(own: str, other: str, history: list[dict[str, Any]]) -> str | None:

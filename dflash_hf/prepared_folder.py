@@ -118,7 +118,7 @@ def make_report(prepared: PreparedRows, settings: Mapping[str, Any]) -> dict[str
         settings (`Mapping`): of [`folder_settings`].
 
     Returns:
-        `dict`: JSON values: `settings`, and `rows` with counts.
+        `dict`: JSON values: `settings`, counts of `rows` and `tokens`, and the `chat_template_kwargs` of all rows.
     """
     parts = {"train": prepared.train, EVALUATION_SPLIT: prepared.evaluation}
     reasons: dict[str, int] = {}
@@ -144,7 +144,7 @@ def make_report(prepared: PreparedRows, settings: Mapping[str, Any]) -> dict[str
             for name, part in parts.items()
             if part is not None
         },
-        "versions": {"datasets": datasets.__version__},
+        "chat_template_kwargs": prepared.chat_template_kwargs,
     }
 
 
@@ -221,7 +221,7 @@ def check_prepared(
 
 def _values(rows: datasets.Dataset, column: str) -> Any:
     """All values of a column of lists, as one array."""
-    return pyarrow.compute.list_flatten(rows.flatten_indices().data[column])
+    return pyarrow.compute.list_flatten(rows.data[column])
 
 
 def _write_part(part: datasets.Dataset, folder: Path, split: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,12 @@ from typing import Any
 import datasets
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from .answer_rendering import TemplateError
+from .answer_rendering import TemplateError, without_nulls
 from .batch_plan import MAX_SAMPLE_ID
 from .data import TOO_LONG, UNSUPERVISED, content_id
 from .prefix_check import PrefixMismatch, check_prefix
-from .supervision import SupervisedRow, conversation_of, read_row, split_turns
+from .prompt_hashes import HASH_BITS, prompt_hash, question_hash
+from .supervision import SupervisedRow, answers_without_loss, read_row, split_turns
 
 OVER_LENGTH = "longer than max_length"
 NO_WINDOW = "without room for a block"
@@ -30,7 +30,6 @@ IDENTICAL = "equal to an earlier row"
 TRUNCATIONS = ("cut", "drop")
 MISMATCH_POLICIES = ("keep", "drop", "error")
 
-_HASH_BITS = 60
 _FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int64")),
@@ -134,6 +133,8 @@ class PreparedRows:
         dropped (`dict[str, int]`): of these, by reason.
         num_cut (`int`): kept rows that were cut at `max_length`.
         num_lost_answers (`int`): earlier answers that carry no loss, since the template renders them otherwise now.
+        chat_template_kwargs (`dict`): what the template gets for every row; values that differ between rows are left
+            out.
         mismatches (`list[dict]`): rows with another prompt than the template's, and refused rows, with the reason.
     """
 
@@ -144,6 +145,7 @@ class PreparedRows:
     dropped: dict[str, int]
     num_cut: int
     num_lost_answers: int
+    chat_template_kwargs: dict[str, Any]
     mismatches: list[dict[str, Any]]
 
 
@@ -255,8 +257,18 @@ def prepare_for_training(
         dropped=dropped,
         num_cut=sum(facts["is_cut"][index] for index in kept),
         num_lost_answers=sum(facts["num_lost"][index] for index in kept),
+        chat_template_kwargs=_common_kwargs(rows, settings),
         mismatches=mismatches,
     )
+
+
+def _common_kwargs(rows: datasets.Dataset, settings: PreparationSettings) -> dict[str, Any]:
+    """Template arguments that all rows have."""
+    own = rows["chat_template_kwargs"][:] if "chat_template_kwargs" in rows.column_names else [None]
+    all_kwargs = [{**settings.chat_template_kwargs, **without_nulls(kwargs or {})} for kwargs in own]
+    return {
+        name: value for name, value in all_kwargs[0].items() if all(kwargs.get(name) == value for kwargs in all_kwargs)
+    }
 
 
 def _check_columns(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -301,18 +313,21 @@ def _convert_row(
         read = read_row(row, target.tokenizer, eos_token_ids=target.eos_token_ids, chat_template_kwargs=kwargs)
     except TemplateError as error:
         read, refusal = SupervisedRow([], []), str(error)
+    lost = read.lost_answers
+    if row.get("input_ids") is not None and row.get("messages") is not None:
+        lost = answers_without_loss(row, read, target.tokenizer, kwargs)
     mismatch = None if refusal else check_prefix(row, read, target.tokenizer, kwargs)
     base = {
         "row": index,
         "given_id": _given_id(row),
-        "prompt_hash": _prompt_hash(row, read, settings.seed),
-        "question_hash": _question_hash(row, read),
+        "prompt_hash": prompt_hash(row, read, settings.seed),
+        "question_hash": question_hash(row, read),
     }
-    whole = {**base, **_checked(read, refusal, mismatch, index, target, settings), "num_lost": len(read.lost_answers)}
-    if not settings.split_turns or not read.lost_answers:
+    whole = {**base, **_checked(read, refusal, mismatch, index, target, settings), "num_lost": len(lost)}
+    if not settings.split_turns or not lost:
         return [whole]
     turns = []
-    for turn in split_turns(row, read.lost_answers):
+    for turn in split_turns(row, lost):
         (converted,) = _convert_row(turn, index, target, settings)
         turns.append({**converted, "prompt_hash": base["prompt_hash"], "question_hash": base["question_hash"]})
     return [{**whole, "num_lost": 0}, *turns]
@@ -373,52 +388,6 @@ def _given_id(row: Mapping[str, Any]) -> int | None:
     return given
 
 
-def _prompt_hash(row: Mapping[str, Any], read: SupervisedRow, seed: int) -> int:
-    """Of what the user says before the first answer, in any spacing: rows that share it are on one side."""
-    messages = _messages_or_none(row)
-    if messages is None:
-        words = _text_or_ids(row, read)
-    else:
-        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        words = [_words(message) for message in messages[:first] if message["role"] == "user"]
-        words = words or [_words(message) for message in messages[:first]]
-    return _hash([seed, words])
-
-
-def _question_hash(row: Mapping[str, Any], read: SupervisedRow) -> int:
-    """Of all that the target is asked with, in any spacing: rows that share it repeat each other's prompt."""
-    messages = _messages_or_none(row)
-    if messages is None:
-        return _hash(_text_or_ids(row, read))
-    asked = [[message["role"], _words(message)] for message in messages if message["role"] != "assistant"]
-    return _hash([asked, row.get("tools"), row.get("chat_template_kwargs")])
-
-
-def _messages_or_none(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    if row.get("messages") is None and not isinstance(row.get("completion"), (list, tuple)):
-        return None
-    return conversation_of(row)[0]
-
-
-def _text_or_ids(row: Mapping[str, Any], read: SupervisedRow) -> Any:
-    if isinstance(row.get("prompt"), str):
-        return " ".join(row["prompt"].split())
-    first = read.mask.index(True) if any(read.mask) else 0
-    return read.ids[:first] or read.ids
-
-
-def _words(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
-    return " ".join(text.split())
-
-
-def _hash(value: Any) -> int:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest) >> (64 - _HASH_BITS)
-
-
 def _with_repeats(facts: Mapping[str, list[Any]], *, keep_repeats: bool) -> list[str]:
     """The reasons to drop each row, repeats of earlier usable rows among them."""
     reasons = list(facts["drop_reason"])
@@ -439,7 +408,7 @@ def _with_repeats(facts: Mapping[str, list[Any]], *, keep_repeats: bool) -> list
 
 def _held_out_prompts(prompt_hashes: Sequence[int], settings: PreparationSettings) -> set[int]:
     if settings.eval_rows < 1:
-        limit = settings.eval_rows * 2**_HASH_BITS
+        limit = settings.eval_rows * 2**HASH_BITS
         return {prompt for prompt in prompt_hashes if prompt < limit}
     counts = sorted(Counter(prompt_hashes).items())
     before = [0, *accumulate(count for _, count in counts)]

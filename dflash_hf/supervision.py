@@ -169,6 +169,41 @@ def row_renderer(
     return ChatRenderer(tokenizer, without_nulls(row.get("tools")), {**(chat_template_kwargs or {}), **own})
 
 
+def answers_without_loss(
+    row: Mapping[str, Any],
+    read: SupervisedRow,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """
+    Which earlier answers of a row with recorded ids carry no loss there.
+
+    Args:
+        row (`Mapping`): with `messages` beside its `input_ids`.
+        read ([`SupervisedRow`]): the same row as ids.
+        tokenizer, chat_template_kwargs: as in [`tokenize_row`].
+
+    Returns:
+        `tuple[int, ...]`: their positions in `messages`; none if as many stretches carry loss as there are answers.
+    """
+    messages, _ = conversation_of(row)
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    num_stretches = sum(keep and not before for before, keep in zip([False, *read.mask[:-1]], read.mask, strict=True))
+    if num_stretches >= len(answers):
+        return ()
+    renderer, tokens = row_renderer(row, tokenizer, chat_template_kwargs), _Tokens(tokenizer, ())
+    lost = []
+    for index in answers[:-1]:
+        try:
+            prompt_ids = tokens.encode(renderer.text(messages[:index], add_generation_prompt=True))
+        except TemplateError:
+            continue  # a row of its own could not be rendered
+        start = len(prompt_ids)
+        if read.ids[:start] != prompt_ids or not any(read.mask[start : start + 1]):
+            lost.append(index)
+    return tuple(lost)
+
+
 def split_turns(row: Mapping[str, Any], lost_answers: Sequence[int]) -> Iterator[dict[str, Any]]:
     """
     Give answers rows of their own: each the conversation up to that answer.

@@ -91,20 +91,25 @@ def prepare(
     }
     whole_settings = folder_settings(target, source, text, settings)
     if is_prepared_already(out, whole_settings, overwrite=overwrite):
-        console.print(f"{out} holds these rows, prepared with these settings, already.", markup=False)
+        _say(console, f"{out} holds these rows, prepared with these settings, already.")
         return
     prepared = prepare_for_training(rows, text, settings, num_proc=num_proc)
     report = make_report(prepared, whole_settings)
     write_folder(out, prepared, report)
     console.print(_report_table(report), highlight=False)
     for line in prepared.mismatches[:SHOWN_MISMATCHES]:
-        console.print(f"Row {line['row']}: {line['reason']}", markup=False, highlight=False)
+        _say(console, f"Row {line['row']}: {line['reason']}")
         if not line["is_refused"]:
-            console.print(f"  from token {line['position']} on, the row has  {line['row_text']!r}", markup=False)
-            console.print(f"  and the template  {line['template_text']!r}", markup=False)
+            _say(console, f"  the row at token {line['position']}: {line['row_text']!r}")
+            _say(console, f"  the template there: {line['template_text']!r}")
     if len(prepared.mismatches) > SHOWN_MISMATCHES:
-        console.print(f"… {len(prepared.mismatches):,} such rows in all: {out / MISMATCHES}", markup=False)
-    console.print(f"Prepared rows are in {out}: dflash-hf train --dataset {out}", markup=False, highlight=False)
+        _say(console, f"… {len(prepared.mismatches):,} such rows in all: {out / MISMATCHES}")
+    _say(console, f"Prepared rows are in {out}: dflash-hf train --dataset {out}")
+
+
+def _say(console: Console, text: str) -> None:
+    """Print a line as it is: no markup, no colours, no line breaks within paths."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _report_table(report: Mapping[str, Any]) -> Table:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import datasets
 import typer
 import yaml
 from rich.console import Console
@@ -14,6 +15,7 @@ from transformers import HfArgumentParser, set_seed
 
 from ..model_card import hub_id_or_folder
 from ..modeling_dflash import DFlashDraftModel
+from ..prepared_folder import EVALUATION_SPLIT, check_prepared, read_report
 from ..row_files import load_rows
 from ..trainer import DFlashTrainer
 from ..training_args import DFlashTrainingArguments
@@ -27,7 +29,11 @@ class DraftAndDataArguments:
 
     target: str | None = field(default=None, metadata={"help": "Folder or Hub name of the target (required)."})
     dataset: str | None = field(
-        default=None, metadata={"help": "Hub name, or path of a JSON-lines or Parquet file (required)."}
+        default=None,
+        metadata={
+            "help": "Hub name, path of a JSON-lines or Parquet file, or folder of prepare or regenerate (required). "
+            "What prepare held out is evaluated on, if neither eval_dataset nor eval_rows is given."
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
@@ -97,6 +103,36 @@ def _read_argument_file(path: Path) -> dict[str, Any]:
     return values
 
 
+def split_rows(
+    pair: DraftAndDataArguments, rows: datasets.Dataset
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """
+    Training rows and held-out rows, as the arguments say.
+
+    Args:
+        pair ([`DraftAndDataArguments`]): names the data sets.
+        rows (`datasets.Dataset`): of `dataset`.
+
+    Returns:
+        `tuple`: the training rows, and the held-out rows or None.
+
+    Raises:
+        ValueError: more rows shall be held out than there are.
+    """
+    held_out = pair.eval_dataset if pair.eval_dataset is not None or pair.eval_rows else pair.dataset
+    report = read_report(held_out) if held_out is not None else None
+    if report is not None and report["rows"][EVALUATION_SPLIT] and pair.dataset_split != EVALUATION_SPLIT:
+        return rows, load_rows(str(held_out), None, EVALUATION_SPLIT)
+    if pair.eval_dataset is not None:
+        return rows, load_rows(pair.eval_dataset, pair.dataset_config, pair.dataset_split)
+    if not pair.eval_rows:
+        return rows, None
+    if pair.eval_rows >= len(rows):
+        raise ValueError(f"eval_rows={pair.eval_rows} must be below the {len(rows)} rows of {pair.dataset}.")
+    first = len(rows) - pair.eval_rows
+    return rows.select(range(first)), rows.select(range(first, len(rows)))
+
+
 def train(context: typer.Context) -> None:
     """Train a draft: `dflash-hf train [FILE.yaml] --target T --dataset D …` (--help lists all arguments)."""
     pair, args = parse_arguments(context.args)
@@ -104,14 +140,7 @@ def train(context: typer.Context) -> None:
     if pair.target is None or pair.dataset is None:
         raise ValueError("dflash-hf train needs --target and --dataset (or a file that names them).")
     rows = load_rows(pair.dataset, pair.dataset_config, pair.dataset_split)
-    eval_rows = None
-    if pair.eval_dataset is not None:
-        eval_rows = load_rows(pair.eval_dataset, pair.dataset_config, pair.dataset_split)
-    elif pair.eval_rows:
-        if pair.eval_rows >= len(rows):
-            raise ValueError(f"eval_rows={pair.eval_rows} must be below the {len(rows)} rows of {pair.dataset}.")
-        eval_rows = rows.select(range(len(rows) - pair.eval_rows, len(rows)))
-        rows = rows.select(range(len(rows) - pair.eval_rows))
+    rows, eval_rows = split_rows(pair, rows)
     Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
 
     target, tokenizer = load_target(pair.target, pair.target_dtype)
@@ -126,7 +155,13 @@ def train(context: typer.Context) -> None:
             num_target_layers=pair.num_target_layers,
             block_size=pair.block_size,
             mask_token_id=pair.mask_token_id,
+            chat_template_kwargs=(read_report(pair.dataset) or {}).get("chat_template_kwargs") or None,
         )
+    for part in (rows, eval_rows):
+        if part is not None and "supervised_mask" in part.column_names:
+            check_prepared(
+                part, pair.dataset, tokenizer, max_length=args.max_length, mask_token_id=draft.config.mask_token_id
+            )
     if args.dataset_description is None:
         args.dataset_description = describe_rows(pair)
     trainer = DFlashTrainer(
