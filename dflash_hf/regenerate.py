@@ -8,9 +8,15 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import datasets
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
 from .answering import Answer, AnswerEngine, Failure, RequestFeed, Sampling, TurnRequest
 from .prompts import Conversation, conversation_of_row
 from .row_shards import RowShards
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,41 @@ class RegenerationProgress:
     def num_seen(self) -> int:
         """Prompts that are dealt with."""
         return self.num_done + self.num_repeated + self.num_answered + self.num_failed
+
+
+def is_answered_by(rows: datasets.Dataset, target: str, tokenizer: PreTrainedTokenizerBase) -> bool | None:
+    """
+    Whether rows of [`regenerate_rows`] are a target's own answers.
+
+    Args:
+        rows (`datasets.Dataset`): any rows.
+        target (`str`): Hub name or folder.
+        tokenizer (`PreTrainedTokenizerBase`): its tokenizer.
+
+    Returns:
+        `bool`, or None: the rows do not tell. False is warned of, with the names.
+
+    Raises:
+        ValueError: the rows hold token ids, and this tokenizer reads another text in them.
+    """
+    if not {"conversation_id", "input_ids", "loss_mask", "target", "target_revision"} <= set(rows.column_names):
+        return None
+    first = next((row for row in rows.take(min(len(rows), 100)) if row["input_ids"] is not None), None)
+    if first is not None:
+        content = first["messages"][-1]["content"] or ""
+        if content.strip() not in tokenizer.decode(first["input_ids"]):
+            raise ValueError(
+                f"The rows hold token ids of {first['target']!r}, in which the tokenizer of {target!r} reads another "
+                "text. Rows of ids are for the target that wrote them: let this one answer the prompts, or remove the "
+                "columns input_ids and loss_mask."
+            )
+    writers = sorted(rows.unique("target"))
+    if writers != [target]:
+        logger.warning(
+            f"The answers are those of {', '.join(writers)}, and the draft is for {target}. Unless these are the same "
+            "model, it learns to guess another one's words: let the target answer the prompts itself."
+        )
+    return writers == [target]
 
 
 @dataclass

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from dflash_hf.answering import Answer, Failure, RequestFeed, Sampling, TurnRequest
-from dflash_hf.regenerate import RegenerationSettings, regenerate_rows
+from dflash_hf.regenerate import RegenerationSettings, is_answered_by, regenerate_rows
 from dflash_hf.row_shards import RowShards
 from dflash_hf.supervision import tokenize_row
 
@@ -219,3 +219,25 @@ def test_wrong_settings_are_refused():
     for name, value in (("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_k", -1)):
         with pytest.raises(ValueError, match=f"{name}={value}"):
             Sampling(**{name: value})
+
+
+def test_rows_tell_whether_the_target_answered_them(tokenizer, caplog):
+    text = "<|user|>a<|end|><|assistant|>Yes.<|end|>"
+    row = {
+        "conversation_id": "x",
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Yes."}],
+        "input_ids": tokenizer(text)["input_ids"],
+        "loss_mask": [],
+        "target": "me/mine",
+        "target_revision": None,
+    }
+    without_ids = {**row, "input_ids": None}
+    rows = datasets.Dataset.from_list([without_ids, row])
+    assert is_answered_by(rows, "me/mine", tokenizer) is True
+    assert not caplog.records
+    assert is_answered_by(rows, "me/other", tokenizer) is False
+    assert "those of me/mine, and the draft is for me/other" in caplog.text
+    assert is_answered_by(rows.remove_columns("loss_mask"), "me/mine", tokenizer) is None
+    shifted = datasets.Dataset.from_list([{**row, "input_ids": [token + 1 for token in row["input_ids"]]}])
+    with pytest.raises(ValueError, match="reads another text"):
+        is_answered_by(shifted, "me/mine", tokenizer)

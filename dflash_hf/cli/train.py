@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, set_seed
 from ..model_card import hub_id_or_folder
 from ..modeling_dflash import DFlashDraftModel
 from ..prepared_folder import EVALUATION_SPLIT, check_prepared, read_report
+from ..regenerate import is_answered_by
 from ..row_files import load_rows
 from ..trainer import DFlashTrainer
 from ..training_args import DFlashTrainingArguments
@@ -162,6 +163,8 @@ def train(context: typer.Context) -> None:
             check_prepared(
                 part, pair.dataset, tokenizer, max_length=args.max_length, mask_token_id=draft.config.mask_token_id
             )
+    if args.answers_by_target is None:
+        args.answers_by_target = is_answered_by(rows, pair.target, tokenizer)
     if args.dataset_description is None:
         args.dataset_description = describe_rows(pair)
     trainer = DFlashTrainer(
