@@ -81,6 +81,25 @@ def test_python_of_the_checkpoint_guide_runs(run_block):
         run_block(block, f"docs/checkpoints.md, Python block {index}", {"__name__": "guide"})
 
 
+def test_python_of_the_data_guide_runs_from_top_to_bottom(run_block):
+    names: dict = {"__name__": "guide"}
+    for index, block in enumerate(python_blocks("docs/data.md")):
+        run_block(block, f"docs/data.md, Python block {index}", names)
+    assert names["written"] == "It is 4.<|end|>"
+
+
+def test_options_of_prepare_in_the_data_guide_are_those_of_the_command():
+    import typer
+
+    from dflash_hf.cli import app
+
+    text = (ROOT / "docs" / "data.md").read_text().split("\n## Prepare\n")[1].split("\n## ")[0]
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("dflash-hf train "))
+    command = typer.main.get_command(app).commands["prepare"]
+    named = set(re.findall(r"--[a-z][a-z-]*", text))
+    assert named == {option for parameter in command.params for option in parameter.opts} - {"--help"}
+
+
 def test_python_of_the_sharing_guide_runs_against_a_hub(hub, saved_target):
     target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))
     draft = make_draft(target, mask_token_id=270)
