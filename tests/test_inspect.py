@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -339,14 +340,13 @@ class Spans(HTMLParser):
             self.tokens[-1][2] += data
 
 
-def test_the_page_shows_whatever_the_rows_hold_as_text_and_loads_nothing(tokenizer):
-    rows = TrainingRows(datasets.Dataset.from_list([conversation("1 + 1?", HOSTILE)]), tokenizer, max_length=99)
-    row = rows.inspect(0, PLAN)
-    page = render_page(f"{HOSTILE} rows", statistics_of(rows), [row], PLAN, 1)
+def test_the_page_shows_whatever_the_rows_hold_as_text_and_loads_nothing():
+    pieces = ["Say ", HOSTILE, "</span></div>", '"&amp;', "\n"]
+    row = replace(row_of("..xxx", Block(1, 1, 4, 3)), pieces=pieces)
+    page = render_page(f"{HOSTILE} rows", RowStatistics(), [row], PLAN, 1)
     spans = Spans(page)
-    assert "".join(text for _, _, text in spans.tokens) == visible("".join(row.pieces))
-    supervised = "".join(text for kind, _, text in spans.tokens if kind[0] in "sl")
-    assert supervised == visible(HOSTILE) + "<|end|>"
+    assert [text for _, _, text in spans.tokens] == [visible(piece) for piece in pieces]
+    assert "".join(text for kind, _, text in spans.tokens if kind[0] in "sl") == '</span></div>"&amp;↵\n'
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in spans.tags}
     assert not [name for _, values in spans.tags for name in values if name in ("src", "href") or name[:2] == "on"]
     assert "url(" not in page
