@@ -25,6 +25,7 @@ from ..prepared_folder import (
 )
 from ..preparing import PreparationSettings, prepare_for_training, read_target
 from ..row_files import load_rows
+from .options import json_object
 
 SHOWN_MISMATCHES = 3
 
@@ -78,7 +79,7 @@ def prepare(
         keep_repeats=keep_repeats,
         eval_rows=_number(eval_rows),
         seed=seed,
-        chat_template_kwargs=_json_object(chat_template_kwargs),
+        chat_template_kwargs=json_object("--chat-template-kwargs", chat_template_kwargs),
     )
     console = Console()
     text = read_target(target)
@@ -149,16 +150,6 @@ def _number(text: str) -> float:
         return float(text) if "." in text else int(text)
     except ValueError:
         raise ValueError(f"--eval-rows {text!r} must be a number of rows, or a share such as 0.02.") from None
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--chat-template-kwargs {text!r} is no JSON ({error.msg}). Write a JSON object.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"--chat-template-kwargs {text!r} must be a JSON object of names and values.")
-    return value
 
 
 def _version(rows: datasets.Dataset) -> str:

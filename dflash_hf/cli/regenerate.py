@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -23,6 +22,7 @@ from ..row_files import load_rows
 from ..row_shards import FAILED, RowShards
 from ..server_answers import ServerEngine
 from .loading import load_target, load_target_config
+from .options import json_object
 
 PROMPTS, ANSWERS, SERVER, ROWS = "Prompts", "Answers", "Server", "Output"
 
@@ -91,7 +91,7 @@ def regenerate(
         if temperature or top_p is not None or top_k is not None:
             raise ValueError("--own-sampling takes temperature, top-p and top-k from the target: leave them out.")
         sampling = Sampling(max_new_tokens, None, None, None, seed)
-    template_kwargs = _json_object("--chat-template-kwargs", chat_template_kwargs)
+    template_kwargs = json_object("--chat-template-kwargs", chat_template_kwargs)
     rows = load_rows(prompts, prompts_config, prompts_split)
     check_columns(rows, prompt_column)
     rows = draw_rows(rows, limit, seed)
@@ -158,15 +158,3 @@ def _show(steps: Generator[RegenerationProgress], total: int, console: Console) 
             highlight=False,
         )
     return True
-
-
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f'{name} {text!r} is no JSON ({error.msg}). Write for example {{"enable_thinking": false}}.'
-        ) from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} {text!r} must be a JSON object.")
-    return value
