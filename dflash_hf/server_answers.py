@@ -32,7 +32,8 @@ logger = logging.get_logger(__name__)
 GIVE_UP_AFTER = 8  # failures without an answer between them
 LONGEST_WAIT_S = 30.0  # between two tries, unless the server asks for more
 CHECK_TIMEOUT_S = 30.0  # a list of models takes no generation
-WRONG_FOR_ALL = (401, 402, 403, 404, 405)  # no prompt would fare better
+REFUSES_KEY = (401, 402)
+NOT_SERVED = (404, 405)
 WORTH_ANOTHER_TRY = (408, 409, 425, 429)  # and everything from 500 on
 
 _Outcome = tuple[TurnRequest, Answer | Failure, bool]
@@ -46,6 +47,10 @@ class ServerEngine:
     answer) is repeated after a wait that doubles each time; `Retry-After` holds back all calls. An answer that cannot
     be had becomes a `Failure`. What no prompt can get around stops the run with one error. Failures are only reported
     once an answer has come after them, or at the end, so that such an error finds nothing written off.
+
+    vLLM and SGLang tell token ids. `transformers serve` does not and takes no `top_k`; it samples only where the
+    target's generation config says `do_sample`, and with `--continuous-batching` (much the faster) all its life long
+    as the first request asked.
 
     Args:
         url (`str`):
@@ -215,7 +220,8 @@ class ServerEngine:
                 raise self._wrong_model(fault) from fault
             if fault.is_transient and num_retries:
                 return request, Failure(f"{fault.reason} (tried {num_retries + 1} times)"), True
-            return request, Failure(fault.reason), fault.is_transient
+            # 403 may be a key without rights, or a gateway that dislikes this prompt
+            return request, Failure(fault.reason), fault.is_transient or fault.status == 403
         if self._is_doubtful():
             logger.warning(
                 f"{self.shown_url} answers to {self.model!r} but lists {_names(self._models or [])}. Some servers "
@@ -260,12 +266,13 @@ class ServerEngine:
     def _refusal(self, error: Any) -> Exception:
         status, words = error.status_code, self._without_key(words_of(error.body))
         reason = f"{status}: {words}"
-        if status in (401, 402, 403):
+        is_of_list = error.request.url.path.endswith("/models")
+        if status in REFUSES_KEY or (status == 403 and is_of_list):
             return RuntimeError(
                 f"{self.shown_url} refused with {reason}. It must let this key ask for answers: set OPENAI_API_KEY to "
                 "one that may."
             )
-        if status in WRONG_FOR_ALL and not error.request.url.path.endswith("/models"):
+        if status in NOT_SERVED and not is_of_list:
             return self._wrong_model(NoAnswer(reason, is_transient=False))
         is_transient = status in WORTH_ANOTHER_TRY or status >= 500
         pause_s = pause_asked_for(error.response.headers) if is_transient else None

@@ -54,7 +54,7 @@ def words_of(body: object) -> str:
     """The message in the body of an error, wherever servers put it: `error.message`, `message`, `detail`."""
     while isinstance(body, dict):
         body = next((body[key] for key in ("error", "message", "detail") if body.get(key)), json.dumps(body))
-    return one_line(body) if body else "no message"
+    return one_line(body).rstrip(".") if body else "no message"
 
 
 def pause_asked_for(headers: Any) -> float | None:

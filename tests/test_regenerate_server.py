@@ -130,6 +130,7 @@ def test_a_run_killed_thrice_under_faults_ends_complete_and_without_duplicates(
         with process(*command, log=log) as running:
             assert running.wait(timeout=120) == 0, log.read_text()
 
+        assert "Calls that were tried again: " in log.read_text()
         faults = [call.fault for call in proxy.calls if call.fault is not None]
         assert len(set(faults)) > len(PASSING) / 2
         num_turns, abandoned, without_ids = NUM_PROMPTS + NUM_PROMPTS // 5, 3 * 2 * 16, 4 * 16

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import signal
 import sys
 import threading
@@ -14,7 +13,6 @@ from faulty_server import PASSING, FaultyServer, answer_of, passing_faults
 
 from dflash_hf.answering import Answer, Failure, RequestFeed, Sampling, TurnRequest
 from dflash_hf.server_answers import GIVE_UP_AFTER, ServerEngine, server_root
-from dflash_hf.server_calls import NoAnswer, pause_asked_for, read_answer, request_body
 
 
 def request_of(prompt: str, **values) -> TurnRequest:
@@ -122,30 +120,12 @@ def test_a_server_that_does_not_know_the_wish_for_token_ids_is_asked_without_it_
     assert not any("return_token_ids" in call.body for call in server.calls[6:])
 
 
-def test_sampling_reaches_the_server_and_what_is_none_is_left_to_it():
+def test_sampling_tools_and_template_arguments_reach_the_server():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     request = TurnRequest("7", [{"role": "user", "content": "x"}], 2, tools, {"enable_thinking": False})
-    everything = Sampling(max_new_tokens=9, temperature=0.5, top_p=0.9, top_k=20, seed=4)
-    assert request_body(request, everything, with_token_ids=True) == {
-        "messages": [{"role": "user", "content": "x"}],
-        "tools": tools,
-        "max_tokens": 9,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "seed": request.seed(4),
-        "extra_body": {"top_k": 20, "chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True},
-    }
-    nothing = Sampling(max_new_tokens=9, temperature=None)
-    assert request_body(request_of("x"), nothing, with_token_ids=False) == {
-        "messages": [{"role": "user", "content": "x"}],
-        "max_tokens": 9,
-        "seed": request_of("x").seed(0),
-    }
-    no_limit = request_body(request_of("x"), Sampling(top_k=0), with_token_ids=False)
-    assert no_limit["extra_body"] == {"top_k": -1}
-    assert no_limit["temperature"] == 0.0
+    sampling = Sampling(max_new_tokens=9, temperature=0.5, top_p=0.9, top_k=20, seed=4)
     with FaultyServer() as server:
-        engine = ServerEngine(server.url, "tiny", everything, api_key="secret")
+        engine = ServerEngine(server.url, "tiny", sampling, api_key="secret")
         answers_of(engine, [request])
     extra = {"top_k": 20, "chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True}
     expected = {"model": "tiny", "messages": request.messages, "tools": tools, "max_tokens": 9, **extra}
@@ -153,73 +133,37 @@ def test_sampling_reaches_the_server_and_what_is_none_is_left_to_it():
     assert server.calls[0].authorization == "Bearer secret"
 
 
-def response_of(message: dict | None = None, **values) -> str:
-    top = {key: values.pop(key) for key in ("prompt_token_ids", "usage") if key in values}
-    message = message or {"role": "assistant", "content": "yes"}
-    return json.dumps({**top, "choices": [{"message": message, "finish_reason": "stop", **values}]})
-
-
-def test_an_answer_holds_what_the_server_tells():
-    yes = {"role": "assistant", "content": "yes"}
-    assert read_answer(response_of()) == Answer(yes, "stop")
-    assert read_answer(response_of(finish_reason="length")) == Answer(yes, "length")
-    assert read_answer(response_of(finish_reason="tool_calls")) == Answer(yes, "stop")
-    vllm = read_answer(response_of(prompt_token_ids=[1, 2], token_ids=[3, 4]))
-    assert vllm == Answer(yes, "stop", [1, 2], [3, 4])
-    choice = {"message": yes, "finish_reason": "stop", "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
-    assert read_answer(json.dumps({"choices": [choice]})) == vllm
-    assert read_answer(response_of(usage={"completion_tokens": 4})) == Answer(yes, "stop", num_tokens=4)
-    assert read_answer(response_of(prompt_token_ids=None, token_ids=["3"])) == Answer(yes, "stop")
-
-    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
-    message = {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None}
-    assert read_answer(response_of(message)).message == {"role": "assistant", "content": "", "tool_calls": calls}
-    message = {"role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [], "audio": None}
-    expected = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
-    assert read_answer(response_of(message)).message == expected
-    cut_while_thinking = {"role": "assistant", "content": None, "reasoning": "hm"}
-    cut = read_answer(response_of(cut_while_thinking, finish_reason="length"))
-    assert cut.message == {"role": "assistant", "content": "", "reasoning_content": "hm"}
-    assert read_answer(response_of({"role": "assistant", "content": ""})).message["content"] == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "reason", "is_transient"),
-    [
-        ("", r"not JSON", True),
-        ("[]", r"no choice", True),
-        ('{"error": {"message": "over\\nloaded"}}', r"no choice: over loaded", True),
-        ('{"choices": [null]}', r"no choice", True),
-        (response_of(finish_reason="content_filter"), r"finish_reason='content_filter'", False),
-        (response_of({"role": "assistant", "content": [{"type": "text"}]}), r"no text", True),
-    ],
-)
-def test_a_response_without_an_answer_says_why(text, reason, is_transient):
-    with pytest.raises(NoAnswer, match=reason) as caught:
-        read_answer(text)
-    assert caught.value.is_transient is is_transient
-
-
 def test_a_filtered_answer_fails_without_further_tries():
-    with FaultyServer(answer=lambda body: json.loads(response_of(finish_reason="content_filter"))) as server:
+    def filtered(body: dict) -> dict:
+        answer = answer_of(body)
+        answer["choices"][0]["finish_reason"] = "content_filter"
+        return answer
+
+    with FaultyServer(answer=filtered) as server:
         answers = answers_of(engine_of(server), requests_of(2))
     assert set(answers.values()) == {Failure("finish_reason='content_filter'")}
     assert len(server.calls) == 2
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_key_stops_the_run_and_is_never_shown(status):
+def test_a_refused_key_stops_the_run_and_is_never_shown():
     def refuse(body: dict) -> dict:
-        return {"status": status, "error": {"message": "Incorrect API key provided: sk-secret"}}
+        return {"status": 401, "error": {"message": "Incorrect API key provided: sk-secret"}}
 
     with FaultyServer(answer=refuse) as server:
         engine = engine_of(server, api_key="sk-secret")
-        with pytest.raises(
-            RuntimeError, match=rf"refused with {status}: Incorrect .*: \*\*\*.*OPENAI_API_KEY"
-        ) as caught:
+        with pytest.raises(RuntimeError, match=r"refused with 401: Incorrect .*: \*\*\*.*OPENAI_API_KEY") as caught:
             answers_of(engine, requests_of(40))
         assert len(server.calls) <= 32
     assert "sk-secret" not in str(caught.value)
+
+
+def test_a_prompt_that_is_forbidden_fails_alone_but_not_if_all_are():
+    with FaultyServer(for_prompt("403", "prompt 0", "prompt 7")) as server:
+        answers = answers_of(engine_of(server, concurrency=1), requests_of(10))
+        assert len(server.calls) == 10
+    assert {name for name, answer in answers.items() if isinstance(answer, Failure)} == {"prompt 0", "prompt 7"}
+    with FaultyServer(lambda number, body: "403") as server, pytest.raises(RuntimeError, match="403: this is a 403"):
+        answers_of(engine_of(server), requests_of(40))
 
 
 def test_the_environment_names_the_key(monkeypatch):
@@ -333,17 +277,6 @@ def test_a_pause_that_a_server_asks_for_holds_everyone_back():
     refused_s = server.calls[4].started_s
     assert not [call for call in server.calls if refused_s + 0.1 < call.started_s < refused_s + 0.45]
     assert len(server.calls) == 35
-
-
-def test_a_pause_is_read_as_seconds_or_a_date():
-    assert pause_asked_for({}) is None
-    assert pause_asked_for({"retry-after": "1.5"}) == 1.5
-    assert pause_asked_for({"retry-after": "-1"}) == 0
-    assert pause_asked_for({"retry-after": "86400"}) == 600
-    assert pause_asked_for({"retry-after": "nan"}) is None
-    assert pause_asked_for({"retry-after": "soon"}) is None
-    assert pause_asked_for({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
-    assert pause_asked_for({"retry-after": "Wed, 21 Oct 2215 07:28:00 GMT"}) == 600
 
 
 def test_a_rate_limit_spreads_calls_evenly_further_tries_included():

@@ -119,6 +119,9 @@ def regenerate(
         steps = regenerate_rows(rows, engine, shards, settings, column=prompt_column)
         is_complete = _show(steps, len(rows), console)
     console.print(f"{shards.num_rows} rows in {out}.", highlight=False, soft_wrap=True)
+    if isinstance(engine, ServerEngine) and engine.retried:
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in engine.retried.most_common(5))
+        console.print(f"Calls that were tried again: {kinds}.", highlight=False, soft_wrap=True)
     if (out / FAILED).is_file():
         console.print(f"What failed, and why: {out / FAILED}. The same command tries it again.", soft_wrap=True)
     if not is_complete:
