@@ -341,12 +341,15 @@ class Spans(HTMLParser):
 
 
 def test_the_page_shows_whatever_the_rows_hold_as_text_and_loads_nothing():
-    pieces = ["Say ", HOSTILE, "</span></div>", '"&amp;', "\n"]
+    pieces = ["Say ", HOSTILE, HOSTILE, "</span></div>", '"&amp;\n']
     row = replace(row_of("..xxx", Block(1, 1, 4, 3)), pieces=pieces)
     page = render_page(f"{HOSTILE} rows", RowStatistics(), [row], PLAN, 1)
     spans = Spans(page)
     assert [text for _, _, text in spans.tokens] == [visible(piece) for piece in pieces]
-    assert "".join(text for kind, _, text in spans.tokens if kind[0] in "sl") == '</span></div>"&amp;↵\n'
+    assert (
+        "".join(text for kind, _, text in spans.tokens if kind[0] in "sl")
+        == visible(HOSTILE) + '</span></div>"&amp;↵\n'
+    )
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in spans.tags}
     assert not [name for _, values in spans.tags for name in values if name in ("src", "href") or name[:2] == "on"]
     assert "url(" not in page
