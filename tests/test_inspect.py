@@ -229,6 +229,7 @@ def test_numbers_of_a_large_data_set_come_from_rows_drawn_without_reading_the_ot
     sample = rows.sample(5)
     assert sample == rows.sample(5) == sorted(set(sample))
     assert len(sample) == 5
+    assert sample[-1] - sample[0] > 10**8  # from all over the set
     statistics = RowStatistics()
     statistics.add((rows[index] for index in sample), PLAN)
     assert list(rows.first(2)) == [0, 1]
