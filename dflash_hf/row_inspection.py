@@ -260,7 +260,7 @@ class TrainingRows:
             supervised_mask=list(row["supervised_mask"]),
             pieces=token_pieces(self.tokenizer, ids),
             special=[token in specials for token in ids],
-            blocks=[] if row["drop_reason"] else blocks_of(row, plan),
+            blocks=blocks_of(row, plan),
             drop_reason=row["drop_reason"],
             is_cut=row["is_cut"],
         )

@@ -229,6 +229,7 @@ def test_numbers_of_a_large_data_set_come_from_rows_drawn_without_reading_the_ot
     sample = rows.sample(5)
     assert sample == rows.sample(5) == sorted(set(sample))
     assert len(sample) == 5
+    assert sample[-1] - sample[0] > 10**8  # from all over the set
     statistics = RowStatistics()
     statistics.add((rows[index] for index in sample), PLAN)
     assert list(rows.first(2)) == [0, 1]
@@ -341,12 +342,15 @@ class Spans(HTMLParser):
 
 
 def test_the_page_shows_whatever_the_rows_hold_as_text_and_loads_nothing():
-    pieces = ["Say ", HOSTILE, "</span></div>", '"&amp;', "\n"]
+    pieces = ["Say ", HOSTILE, HOSTILE, "</span></div>", '"&amp;\n']
     row = replace(row_of("..xxx", Block(1, 1, 4, 3)), pieces=pieces)
     page = render_page(f"{HOSTILE} rows", RowStatistics(), [row], PLAN, 1)
     spans = Spans(page)
     assert [text for _, _, text in spans.tokens] == [visible(piece) for piece in pieces]
-    assert "".join(text for kind, _, text in spans.tokens if kind[0] in "sl") == '</span></div>"&amp;↵\n'
+    assert (
+        "".join(text for kind, _, text in spans.tokens if kind[0] in "sl")
+        == visible(HOSTILE) + '</span></div>"&amp;↵\n'
+    )
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in spans.tags}
     assert not [name for _, values in spans.tags for name in values if name in ("src", "href") or name[:2] == "on"]
     assert "url(" not in page
