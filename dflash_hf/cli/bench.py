@@ -1,4 +1,4 @@
-"""`dflash-hf bench`: what a training step costs, and what decoding with a draft gains."""
+"""`dflash-hf bench`: what a training step costs, and what decoding with a draft or refilled slots gains."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from rich.table import Table
 
 from ..benchmark import PHASES, SHAPES, StepMeasurement, StepShapes, measure_steps
 from .bench_decode import decode
+from .bench_regenerate import regenerate
 
 bench = typer.Typer(
-    help="Measure what a training step costs, and what decoding with a draft gains.", no_args_is_help=True
+    help="Measure what a training step costs, what decoding with a draft gains, and how fast prompts are answered.",
+    no_args_is_help=True,
 )
 bench.command()(decode)
+bench.command()(regenerate)
 
 
 @bench.command()

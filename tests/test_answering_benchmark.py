@@ -1,0 +1,51 @@
+"""The throughput command on a tiny target, and how it counts."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from dflash_hf.answering import Answer, RequestFeed, TurnRequest
+from dflash_hf.answering_benchmark import measure_answers, share_of_same
+from dflash_hf.cli import app
+
+
+class Scripted:
+    """Answers in order; the answer to request n is n tokens, or one more."""
+
+    def __init__(self, name, log, extra=0):
+        self.name, self.log, self.extra = name, log, extra
+
+    def answers(self, feed: RequestFeed):
+        while (request := feed.take()) is not None:
+            self.log.append(self.name)
+            number = int(request.conversation_id)
+            yield request, Answer({}, "stop", [], [7] * (number + (self.extra if number > 2 else 0)))
+
+
+def test_engines_take_turns_on_the_same_requests_and_tokens_are_counted():
+    log: list[str] = []
+    requests = [TurnRequest(str(number), []) for number in range(1, 5)]
+    engines = {"a": Scripted("a", log), "b": Scripted("b", log, extra=1)}
+    measured = measure_answers(engines, requests)
+    assert log == ["a", "b"] * 4
+    assert measured["a"].num_tokens == 10
+    assert measured["b"].num_tokens == 12
+    assert share_of_same(measured["a"], measured["b"]) == 0.5
+    assert measured["a"].seconds > 0
+
+
+def test_the_command_measures_both_and_their_fp32_answers_are_the_same(saved_target, tmp_path):
+    folder, prompts, out = saved_target(), tmp_path / "prompts.jsonl", tmp_path / "numbers.json"
+    prompts.write_text("".join(json.dumps({"prompt": "why " * (n + 1)}) + "\n" for n in range(9)))
+    command = ["bench", "regenerate", "--target", folder, "--prompts", str(prompts), "--limit", "7"]
+    command += ["--batch-size", "3", "--max-new-tokens", "8", "--out", str(out)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "tokens/s" in result.output
+    record = json.loads(out.read_text())
+    assert record["prompts"] == 7
+    assert record["same_answers"] == 1.0
+    assert record["engine"]["tokens"] == record["plain batches"]["tokens"] <= 7 * 8
+    assert record["ratio"] == record["engine"]["tokens_per_s"] / record["plain batches"]["tokens_per_s"]
