@@ -15,7 +15,7 @@ from rich.table import Table
 from ..answering import Sampling, TurnRequest
 from ..answering_benchmark import AnsweringMeasurement, measure_answers, share_of_same, warm_up
 from ..local_answers import LocalEngine
-from ..regenerate import read_prompts
+from ..prompts import read_prompts
 from .loading import load_target
 
 

@@ -180,7 +180,7 @@ def _own_answers(
 ) -> datasets.Dataset:
     """Rows with the prompts of the bundled ones, answered by another target: made once, and kept."""
     sampling = Sampling()
-    settings = RegenerationSettings(model.name_or_path, sampling=sampling)
+    settings = RegenerationSettings(str(model.name_or_path), sampling=sampling)
     prompts = bundled.take(min(ANSWERS_FOR_ANOTHER_TARGET, len(bundled))).select_columns("messages")
     console.print(f"The target answers {len(prompts)} questions to learn from …")
     with RowShards(folder, asdict(settings)) as shards:
