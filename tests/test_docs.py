@@ -88,16 +88,17 @@ def test_python_of_the_data_guide_runs_from_top_to_bottom(run_block):
     assert names["written"] == "It is 4.<|end|>"
 
 
-def test_options_of_prepare_in_the_data_guide_are_those_of_the_command():
+@pytest.mark.parametrize("name", ["regenerate", "prepare", "inspect"])
+def test_options_in_the_data_guide_are_those_of_the_commands(name):
     import typer
 
     from dflash_hf.cli import app
 
-    text = (ROOT / "docs" / "data.md").read_text().split("\n## Prepare\n")[1].split("\n## ")[0]
-    text = "\n".join(line for line in text.splitlines() if not line.startswith("dflash-hf train "))
-    command = typer.main.get_command(app).commands["prepare"]
-    named = set(re.findall(r"--[a-z][a-z-]*", text))
-    assert named == {option for parameter in command.params for option in parameter.opts} - {"--help"}
+    text = (ROOT / "docs" / "data.md").read_text().split(f"\n## {name.capitalize()}\n")[1].split("\n## ")[0]
+    text = "\n".join(line for line in text.splitlines() if not line.startswith(("dflash-hf train ", "vllm ")))
+    command = typer.main.get_command(app).commands[name]
+    named = set(re.findall(r"--[a-z][a-z-]*", text.replace("`train --dataset`", "")))
+    assert named == {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
 
 
 def test_python_of_the_sharing_guide_runs_against_a_hub(hub, saved_target):
