@@ -96,7 +96,7 @@ class LocalEngine:
         waiting: deque[Prompt] = deque()
         while True:
             if not waiting:
-                read = []
+                read: list[Prompt] = []
                 while len(read) < WINDOW_BATCHES * self.batch_size and (request := feed.take()) is not None:
                     prompt = self._prompt(request)
                     if isinstance(prompt, Failure):
@@ -112,9 +112,10 @@ class LocalEngine:
 
     def _prompt(self, request: TurnRequest) -> Prompt | Failure:
         try:
+            tools: Any = request.tools
             ids: Any = self.tokenizer.apply_chat_template(
                 request.messages,
-                tools=request.tools,
+                tools=tools,
                 add_generation_prompt=True,
                 return_dict=False,
                 **request.chat_template_kwargs,
