@@ -77,7 +77,7 @@ class AnswerRules:
         for name in ("eos_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
                 self.options[name] = getattr(tokenizer, name)
-        prepared = self._prepare([0], 1)
+        prepared = self._prepare([0], sampling.max_new_tokens)
         self.do_sample = prepared["mode"] == GenerationMode.SAMPLE
         self.end_ids = prepared["end_ids"]
         if self.options.get("pad_token_id", 0) is None:
@@ -94,7 +94,7 @@ class AnswerRules:
         of_text = [index for index, processor in enumerate(processors) if type(processor) not in PREFIX_FREE]
         self.num_of_text = max(of_text, default=-1) + 1
         self.of_scores = LogitsProcessorList(processors[self.num_of_text :])
-        num_greedy = len(self._prepare([0], 1, do_sample=False)["processors"])
+        num_greedy = len(self._prepare([0], sampling.max_new_tokens, do_sample=False)["processors"])
         self.warpers = LogitsProcessorList(processors[num_greedy:])
 
     def of_text(self, prompt: Prompt) -> LogitsProcessorList:

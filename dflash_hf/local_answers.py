@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Any
 
 from jinja2 import TemplateError
@@ -82,7 +82,7 @@ class LocalEngine:
             target.config.get_text_config(decoder=True), "max_position_embeddings", None
         )
 
-    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
+    def answers(self, feed: RequestFeed) -> Iterator[tuple[TurnRequest, Answer | Failure]]:
         """
         Answer requests as they end, until the feed is empty; see [`AnswerEngine.answers`].
 
@@ -112,9 +112,10 @@ class LocalEngine:
 
     def _prompt(self, request: TurnRequest) -> Prompt | Failure:
         try:
+            tools: Any = request.tools
             ids: Any = self.tokenizer.apply_chat_template(
                 request.messages,
-                tools=request.tools,  # type: ignore[arg-type]  # schemas are the one kind that requests have
+                tools=tools,
                 add_generation_prompt=True,
                 return_dict=False,
                 **request.chat_template_kwargs,

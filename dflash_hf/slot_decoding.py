@@ -33,6 +33,10 @@ def why_not_slots(target: PreTrainedModel, rules: AnswerRules) -> str | None:
         return f"it has layers of type {', '.join(others)}"
     if target.config.is_encoder_decoder or getattr(target, "_is_stateful", False):
         return "its cache is not one of attention over the text alone"
+    if config is not target.config:
+        return "it reads more than text"
+    if hasattr(config, "attention_types"):  # GPT-Neo: a query is taken to stand at the last column
+        return "its layers make masks of their own"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"its attention {config._attn_implementation!r} takes no masks of rows of different lengths"
     if "position_ids" not in inspect.signature(target.forward).parameters or getattr(config, "alibi", False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -9,12 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import greedy, make_target
+from conftest import TINY, greedy, make_target
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -58,43 +65,55 @@ def end_tokens(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, ask
     written = Counter()
     for request in asked:
         ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, return_dict=False)
-        written.update(set(alone(target, ids, 24)[2:]))
+        written.update(set(alone(target, ids, 16)[2:]))
     return [token for token, _ in written.most_common(3)]
 
 
+def make_family(kind: str) -> Any:
+    """A random chat target of a family."""
+    sizes = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
+    sizes |= {"vocab_size": 272, "eos_token_id": END, "pad_token_id": PAD, "head_dim": 8}
+    torch.manual_seed(3)
+    if kind == "full":
+        return make_chat_target()
+    if kind == "windows":
+        return MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=7)).eval()
+    if kind == "some windows":
+        types = ["sliding_attention", "full_attention"] * 2
+        config = Qwen3Config(
+            **sizes, num_key_value_heads=1, layer_types=types, use_sliding_window=True, sliding_window=7
+        )
+        return Qwen3ForCausalLM(config).eval()
+    config = GPT2Config(
+        vocab_size=272,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=300,
+        initializer_range=0.6,
+        bos_token_id=None,
+        eos_token_id=END,
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"num_key_value_heads": 4},
-        {"num_key_value_heads": 1, "attn_implementation": "eager"},
-        {"kind": "sliding"},
-        {"kind": "sliding", "attn_implementation": "eager"},
-    ],
-    ids=str,
+    ("kind", "implementation"),
+    [("full", "sdpa"), ("windows", "sdpa"), ("some windows", "eager"), ("learned positions", "sdpa")],
 )
-def test_greedy_answers_are_those_of_generate_on_each_prompt_alone(tokenizer, overrides):
-    overrides = dict(overrides)
-    implementation = overrides.pop("attn_implementation", "sdpa")
-    if overrides.pop("kind", None) == "sliding":
-        config = make_chat_target().config.to_dict() | {"sliding_window": 7, "model_type": "mistral"}
-        torch.manual_seed(3)
-        target: Any = MistralForCausalLM(MistralConfig(**config)).eval()
-    else:
-        target = make_chat_target(**overrides)
+def test_greedy_answers_are_those_of_generate_on_each_prompt_alone(tokenizer, kind, implementation):
+    target = make_family(kind)
     target.set_attn_implementation(implementation)
-    asked = requests(21)
-    ends = end_tokens(target, tokenizer, asked)
+    asked = requests(19)
+    ends = end_tokens(target, tokenizer, asked[:6])
     target.generation_config.eos_token_id = [END, *ends]
     expected = {}
     for request in asked:
         ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, return_dict=False)
-        expected[request.conversation_id] = alone(target, ids, 24)
-    lengths = {len(answer) for answer in expected.values()}
-    assert len(lengths) > 4
-    assert 24 in lengths
+        expected[request.conversation_id] = alone(target, ids, 16)
+    assert len({len(answer) for answer in expected.values()}) > 4  # or slots would be refilled all at once
     for refill, batch_size in ((True, 1), (True, 3), (True, 17), (False, 17)):
-        engine = LocalEngine(target, tokenizer, Sampling(24), batch_size=batch_size, refill=refill)
+        engine = LocalEngine(target, tokenizer, Sampling(16), batch_size=batch_size, refill=refill)
         answers = answers_of(engine, asked)
         assert ids_of(answers) == expected
         for answer in answers.values():
@@ -260,13 +279,13 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(tokenizer, monkeypatch
             raise torch.OutOfMemoryError("no room")
         return forward(*args, **kwargs)
 
-    with_room_for_three.__signature__ = __import__("inspect").signature(forward)
+    with_room_for_three.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(target, "forward", with_room_for_three)
     engine = LocalEngine(target, tokenizer, Sampling(8), batch_size=8, refill=refill)
     assert ids_of(answers_of(engine, requests(11))) == expected
 
 
-def test_targets_that_have_other_caches_are_answered_by_generate(tokenizer, caplog):
+def test_targets_that_have_other_caches_or_masks_are_answered_by_generate(tokenizer):
     torch.manual_seed(0)
     config = Qwen3NextConfig(
         vocab_size=272,
@@ -286,15 +305,26 @@ def test_targets_that_have_other_caches_are_answered_by_generate(tokenizer, capl
         eos_token_id=END,
         pad_token_id=PAD,
     )
-    target = Qwen3NextForCausalLM(config).eval()
-    engine = LocalEngine(target, tokenizer, Sampling(6), batch_size=3)
-    assert not engine.refill
-    for answer in answers_of(engine, requests(5)).values():
-        assert isinstance(answer, Answer)
-        assert answer.prompt_ids
-        assert answer.token_ids == alone(target, answer.prompt_ids, 6)
-    with pytest.raises(ValueError, match="linear_attention"):
-        LocalEngine(target, tokenizer, Sampling(6), refill=True)
+    neo = GPTNeoConfig(
+        vocab_size=272,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=6,
+    )
+    for target, reason in (
+        (Qwen3NextForCausalLM(config).eval(), "linear_attention"),
+        (GPTNeoForCausalLM(neo).eval(), "masks of their own"),
+    ):
+        engine = LocalEngine(target, tokenizer, Sampling(6), batch_size=3)
+        assert not engine.refill
+        for answer in answers_of(engine, requests(5)).values():
+            assert isinstance(answer, Answer)
+            assert answer.prompt_ids
+            assert answer.token_ids == alone(target, answer.prompt_ids, 6)
+        with pytest.raises(ValueError, match=reason):
+            LocalEngine(target, tokenizer, Sampling(6), refill=True)
 
 
 def test_the_target_is_left_as_it_was(tokenizer):
