@@ -110,6 +110,8 @@ def test_a_time_out_is_tried_again_and_then_fails_while_the_server_is_there():
 def test_a_server_that_does_not_know_the_wish_for_token_ids_is_asked_without_it_from_then_on():
     def refuse(body: dict) -> dict:
         if "return_token_ids" in body:
+            if body["messages"][-1]["content"] == "prompt 1":
+                time.sleep(0.2)  # refused when others have been answered without
             return {"status": 422, "detail": "Unexpected fields in the request: {'return_token_ids'}"}
         return answer_of(body)
 
