@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 _MARK = "\ue000answer\ue001"  # private-use characters: no text has them, and no template trims them
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
 _OWN_OPENING = re.compile(r"\A\s*<think>\s*")
-_EMPTY_THINKING = re.compile(r"(?:<think>)?\s*</think>\s*")
+_EMPTY_THINKING = re.compile(r"\s*(?:<think>\s*)?</think>\s*")
 
 
 class TemplateError(ValueError):
@@ -100,9 +100,11 @@ class ChatRenderer:
         if is_own and not is_cut and whole.startswith(prompt + str(content)):
             return RenderedAnswer(prompt, "", whole[len(prompt) :])
 
-        plain = self.text([*history, {"role": message["role"], "content": _MARK}])
         opening = match.group() if (match := _OPENED_THINKING.search(prompt)) else ""
-        has_thought = is_cut or bool(_reasoning(message)) or (isinstance(content, str) and "think>" in content)
+        if is_own and is_cut and opening and "</think>" not in str(content):  # cut in its thought
+            return RenderedAnswer(prompt, "", _without_opening(str(content), opening))
+        plain = self.text([*history, {"role": message["role"], "content": _MARK}])
+        has_thought = bool(_reasoning(message)) or (isinstance(content, str) and "think>" in content)
         written = self._written(whole, plain, history, prompt, opening)
         if written is None and not has_thought:
             raise TemplateError(
@@ -168,10 +170,14 @@ def _own_words(prompt: str, lead: str, content: str, tail: str) -> RenderedAnswe
         if is_empty_block:
             return RenderedAnswer(prompt, lead, content + tail)
         return RenderedAnswer(prompt, "", lead + content + tail)
-    if match := _OPENED_THINKING.search(prompt):  # the prompt has the opening already
-        opening = match.group()
-        content = content.removeprefix(opening) if content.startswith(opening) else _OWN_OPENING.sub("", content)
+    if match := _OPENED_THINKING.search(prompt):
+        content = _without_opening(content, match.group())
     return RenderedAnswer(prompt, "", ("" if is_empty_block else lead) + content + tail)
+
+
+def _without_opening(content: str, opening: str) -> str:
+    """What is written after a prompt that begins to think already."""
+    return content.removeprefix(opening) if content.startswith(opening) else _OWN_OPENING.sub("", content)
 
 
 def _reasoning(message: Mapping[str, Any]) -> Any:

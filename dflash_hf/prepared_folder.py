@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -121,9 +122,10 @@ def make_report(prepared: PreparedRows, settings: Mapping[str, Any]) -> dict[str
         `dict`: JSON values: `settings`, counts of `rows` and `tokens`, and the `chat_template_kwargs` of all rows.
     """
     parts = {"train": prepared.train, EVALUATION_SPLIT: prepared.evaluation}
-    reasons: dict[str, int] = {}
-    for line in prepared.mismatches:
-        reasons[line["reason"]] = reasons.get(line["reason"], 0) + 1
+    refused, other_prompt = (
+        dict(Counter(line["reason"] for line in prepared.mismatches if line["is_refused"] == is_refused).most_common())
+        for is_refused in (True, False)
+    )
     return {
         "settings": dict(settings),
         "rows": {
@@ -132,7 +134,8 @@ def make_report(prepared: PreparedRows, settings: Mapping[str, Any]) -> dict[str
             "dropped": prepared.dropped,
             "cut": prepared.num_cut,
             "earlier_answers_without_loss": prepared.num_lost_answers,
-            "other_prompt": reasons,
+            "refused": refused,
+            "other_prompt": other_prompt,
             **{name: 0 if part is None else len(part) for name, part in parts.items()},
         },
         "tokens": {

@@ -47,6 +47,18 @@ QWEN3 = (
     "{{ '<think>\n\n</think>\n\n' if enable_thinking is defined and not enable_thinking }}{% endif %}"
 )
 
+# Qwen3.5: the same, and the generation prompt begins to think.
+QWEN35 = QWEN3.replace("and not enable_thinking }}{%", "and not enable_thinking else '<think>\n' }}{%")
+
+# GLM 4.5: a line break before the thinking block, which every answer has; no token ends an answer.
+GLM45 = (
+    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
+    "{{ '\n<think>' + (m.reasoning_content or '') + '</think>\n' + m.content }}"
+    "{% else %}<|{{ m.role }}|>{{ '\n' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{{ '\n<think></think>' if enable_thinking is defined and not enable_thinking }}{% endif %}"
+)
+
 # Qwen3 Instruct 2507: the same without any thinking.
 QWEN3_INSTRUCT = (
     _QWEN3_HEAD + "{%- for m in messages %}"
@@ -186,6 +198,12 @@ _PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>")
 
 FAMILIES = {
     "qwen3": Family(QWEN3, (*_CHATML, "<think>", "</think>", "<tool_call>", "</tool_call>"), ("<|im_end|>",)),
+    "qwen3.5": Family(QWEN35, (*_CHATML, "<think>", "</think>", "<tool_call>", "</tool_call>"), ("<|im_end|>",)),
+    "glm-4.5": Family(
+        GLM45,
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>", "<think>", "</think>"),
+        ("<|endoftext|>", "<|user|>"),
+    ),
     "qwen3-instruct": Family(QWEN3_INSTRUCT, (*_CHATML, "<tool_call>", "</tool_call>"), ("<|im_end|>",)),
     "llama-3.1": Family(
         LLAMA31,

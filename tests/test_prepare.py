@@ -109,6 +109,9 @@ def test_a_refused_row_is_dropped_with_the_words_of_the_template():
     rows = [chat("2+2?"), {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}]
     rows[1]["messages"].append({"role": "assistant", "content": "c"})
     prepared = prepare(rows, "gemma")
+    counts = prepared_folder.make_report(prepared, {})["rows"]
+    assert counts["refused"] == {"The chat template refuses the conversation: roles must alternate": 1}
+    assert counts["other_prompt"] == {}
     assert prepared.dropped == {"refused by the chat template": 1}
     assert prepared.mismatches == [
         {
@@ -475,6 +478,20 @@ def test_prepare_then_train_from_the_shell(run, target_folder, tmp_path, monkeyp
     )
     assert code == 1
     assert re.search(r"has rows of up to \d+ tokens, and max_length=20", err)
+
+
+def test_rows_of_regenerate_keep_the_tokens_that_the_target_read_and_wrote(run, saved_target, tmp_path):
+    target, answers, out = saved_target(), tmp_path / "answers", tmp_path / "prepared"
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"turns": [f"{n}+1?", "Sure?"]} for n in range(6)])
+    code, _, err = run("regenerate", "--target", target, "--prompts", prompts, "--out", answers, "--max-new-tokens", 6)
+    assert code == 0, err
+    code, _, err = run("prepare", "--target", target, "--dataset", answers, "--out", out, "--on-mismatch", "error")
+    assert code == 0, err
+    recorded = datasets.load_dataset(str(answers), split="train", cache_dir=str(tmp_path / "cache"))
+    prepared = datasets.load_dataset(str(out), split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(prepared) == 6
+    assert prepared["input_ids"][:] == recorded["input_ids"][:]
+    assert prepared["supervised_mask"][:] == recorded["loss_mask"][:]
 
 
 def test_a_draft_trained_on_prepared_rows_serves_in_their_mode(run, target_folder, tmp_path):

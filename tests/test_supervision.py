@@ -124,6 +124,59 @@ CASES = {
         [(QWEN_HI, False), ("It is 4.", True)],
     ),
 }
+QWEN35_TAIL = "hm\n</think>\n\nIt is 4.<|im_end|>"
+GLM_HI = "[gMASK]<sop><|user|>\nHi<|assistant|>"
+CASES |= {
+    "qwen3.5 thinks": (
+        "qwen3.5",
+        chat(HI, TAIL_OF_THOUGHT),
+        [(QWEN_HI + "<think>\n", False), (QWEN35_TAIL, True), ("\n", False)],
+    ),
+    "qwen3.5 with the opening of its thought in the answer": (
+        "qwen3.5",
+        chat(HI, THOUGHT, MORE, THOUGHT),
+        [
+            (QWEN_HI + "It is 4.<|im_end|>" + QWEN_MORE + "<think>\n", False),
+            (QWEN35_TAIL, True),
+            ("\n", False),
+        ],
+    ),
+    "qwen3.5 thinks in a field of its own": (
+        "qwen3.5",
+        chat(HI, APART),
+        [(QWEN_HI + "<think>\n", False), (QWEN35_TAIL, True), ("\n", False)],
+    ),
+    "qwen3.5 is cut in its thought": (
+        "qwen3.5",
+        chat(HI, {"role": "assistant", "content": "hm, let "}, finish_reason="length"),
+        [(QWEN_HI + "<think>\n", False), ("hm, let ", True)],
+    ),
+    "qwen3.5 is cut in a thought that it repeats the opening of": (
+        "qwen3.5",
+        chat(HI, {"role": "assistant", "content": "<think>\nhm, let "}, finish_reason="length"),
+        [(QWEN_HI + "<think>\n", False), ("hm, let ", True)],
+    ),
+    "qwen3.5 is cut after its thought": (
+        "qwen3.5",
+        chat(HI, {"role": "assistant", "content": "hm\n</think>\n\nIt "}, finish_reason="length"),
+        [(QWEN_HI + "<think>\n", False), ("hm\n</think>\n\nIt ", True)],
+    ),
+    "qwen3.5 is cut in a thought in a field of its own": (
+        "qwen3.5",
+        chat(HI, {"role": "assistant", "content": None, "reasoning_content": "hm, let"}, finish_reason="length"),
+        [(QWEN_HI + "<think>\n", False), ("hm, let", True)],
+    ),
+    "glm thinks": (
+        "glm-4.5",
+        chat(HI, APART),
+        [(GLM_HI, False), ("\n<think>hm</think>\nIt is 4.", True)],
+    ),
+    "glm does not think": (
+        "glm-4.5",
+        chat(HI, FOUR, **NOT_THINKING),
+        [(GLM_HI + "\n<think></think>", False), ("\nIt is 4.", True)],
+    ),
+}
 LLAMA_SYSTEM = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday: 26 Jul 2024\n\n"
 LLAMA_HI = (
     "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
@@ -504,7 +557,8 @@ def test_the_training_prefix_is_what_generation_gets(name):
 def test_every_family_has_its_five_kinds_of_rows():
     """One turn, several turns, a system prompt, a question at the end, an answer that was cut; calls where known."""
     rows = {family: [row for name, row, _ in CASES.values() if name == family] for family in FAMILIES}
-    rows["qwen3"] += rows.pop("qwen3-instruct")
+    rows["qwen3"] += rows.pop("qwen3-instruct") + rows.pop("qwen3.5")
+    del rows["glm-4.5"]  # for its block alone
     rows["deepseek-r1"] += rows.pop("deepseek-v3")
     rows["phi-3"] += rows.pop("phi-4-mini")
     for family, own in rows.items():
@@ -562,6 +616,9 @@ def test_an_empty_thinking_block_of_the_template_is_context():
     read = read_row(chat(HI, FOUR), tokenizer, eos_token_ids=end_ids(tokenizer, "qwen3"))
     expected = [(QWEN_HI + BLOCK, False), ("It is 4.<|im_end|>", True), ("\n", False)]
     assert (read.ids, read.mask) == expected_of(tokenizer, expected)
+    glm = family_tokenizer("glm-4.5")
+    read = read_row(chat(HI, FOUR), glm, eos_token_ids=end_ids(glm, "glm-4.5"))
+    assert (read.ids, read.mask) == expected_of(glm, [(GLM_HI + "\n<think></think>\n", False), ("It is 4.", True)])
     read = read_row(chat(HI, CALL), tokenizer, eos_token_ids=end_ids(tokenizer, "qwen3"))
     expected = [(QWEN_HI + BLOCK, False), (QWEN_CALL, True), ("\n", False)]
     assert (read.ids, read.mask) == expected_of(tokenizer, expected)

@@ -132,8 +132,9 @@ def _report_table(report: Mapping[str, Any]) -> Table:
             "them rows of their own)",
             f"{rows['earlier_answers_without_loss']:,}",
         )
-    for reason, count in rows["other_prompt"].items():
-        table.add_row(f"[yellow]prompt:[/] {escape(reason)}", f"{count:,}")
+    for label, name in (("refused", "refused"), ("another prompt", "other_prompt")):
+        for reason, count in rows[name].items():
+            table.add_row(f"[yellow]{label}:[/] {escape(reason)}", f"{count:,}")
     for name, counts in tokens.items():
         table.add_row(
             f"[bold]{name}[/]: {counts['all']:,} tokens, {counts['supervised']:,} of them supervised, at most "
