@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from jinja2 import TemplateError
@@ -82,7 +82,7 @@ class LocalEngine:
             target.config.get_text_config(decoder=True), "max_position_embeddings", None
         )
 
-    def answers(self, feed: RequestFeed) -> Iterator[tuple[TurnRequest, Answer | Failure]]:
+    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
         """
         Answer requests as they end, until the feed is empty; see [`AnswerEngine.answers`].
 
