@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -142,7 +143,7 @@ def _read_message(message: object) -> dict[str, Any]:
     # vLLM says "reasoning" for what SGLang, transformers and the chat templates call "reasoning_content"
     told_apart = {
         "reasoning_content": message.get("reasoning_content") or message.get("reasoning"),
-        "tool_calls": message.get("tool_calls"),
+        "tool_calls": _with_read_arguments(message.get("tool_calls")),
     }
     told_apart = {key: value for key, value in told_apart.items() if value}
     content = message.get("content")
@@ -151,6 +152,18 @@ def _read_message(message: object) -> dict[str, Any]:
     if not isinstance(content, str | None):
         raise NoAnswer("the content of the message is no text", is_transient=True)
     return {"role": "assistant", "content": content or "", **told_apart}
+
+
+def _with_read_arguments(tool_calls: Any) -> Any:
+    """Calls whose arguments are values: servers send them as text, chat templates write them as JSON themselves."""
+    calls = []
+    for call in tool_calls if isinstance(tool_calls, list) else []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with suppress(json.JSONDecodeError):  # what the target wrote may be no JSON, and stays as it is then
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        calls.append(call)
+    return calls
 
 
 def _num_tokens(usage: object) -> int | None:

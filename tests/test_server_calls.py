@@ -52,8 +52,10 @@ def test_an_answer_holds_what_the_server_tells():
     assert read_answer(response_of(usage={"completion_tokens": 4})) == Answer(yes, "stop", num_tokens=4)
     assert read_answer(response_of(prompt_token_ids=None, token_ids=["3"])) == Answer(yes, "stop")
 
-    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
-    message = {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None}
+    as_text = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    no_json = {"function": {"name": "add", "arguments": "{a"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [as_text, no_json], "refusal": None}
+    calls = [{**as_text, "function": {"name": "add", "arguments": {"a": 1}}}, no_json]
     assert read_answer(response_of(message)).message == {"role": "assistant", "content": "", "tool_calls": calls}
     message = {"role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [], "audio": None}
     expected = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
