@@ -317,19 +317,19 @@ def _convert_row(
     if row.get("input_ids") is not None and row.get("messages") is not None:
         lost = answers_without_loss(row, read, target.tokenizer, kwargs)
     mismatch = None if refusal else check_prefix(row, read, target.tokenizer, kwargs)
-    base = {
+    whole = {
         "row": index,
         "given_id": _given_id(row),
         "prompt_hash": prompt_hash(row, read, settings.seed),
         "question_hash": question_hash(row, read),
+        "num_lost": len(lost),
+        **_checked(read, refusal, mismatch, index, target, settings),
     }
-    whole = {**base, **_checked(read, refusal, mismatch, index, target, settings), "num_lost": len(lost)}
     if not settings.split_turns or not lost:
         return [whole]
-    turns = []
+    turns: list[dict[str, Any]] = []
     for turn in split_turns(row, lost):
-        (converted,) = _convert_row(turn, index, target, settings)
-        turns.append({**converted, "prompt_hash": base["prompt_hash"], "question_hash": base["question_hash"]})
+        turns += _convert_row(turn, index, target, settings)
     return [{**whole, "num_lost": 0}, *turns]
 
 

@@ -193,6 +193,16 @@ def test_one_prompt_with_other_later_turns_stays_on_one_side():
     assert not numbers[0] & numbers[1]
 
 
+def test_a_question_with_other_system_prompts_stays_on_one_side():
+    rows = [chat(f"Question {n // 2}?", f"{n}") for n in range(60)]
+    for number, row in enumerate(rows):
+        row["messages"].insert(0, {"role": "system", "content": f"Be {number}."})
+    prepared = prepare(rows, eval_rows=0.4)
+    sides = [{int(text.split("<")[0]) // 2 for text in texts(part)} for part in (prepared.train, prepared.evaluation)]
+    assert len(prepared.train) + len(prepared.evaluation) == 60
+    assert not sides[0] & sides[1]
+
+
 def test_answers_that_the_template_changes_later_are_counted_or_get_rows_of_their_own():
     rows = [chat("2+2?", THOUGHT, "Sure?", THOUGHT), chat("3+3?", THOUGHT)]
     prepared = prepare(rows, "qwen3")
@@ -235,6 +245,15 @@ def test_a_recorded_conversation_gets_rows_for_the_answers_that_its_mask_leaves_
     read = read_row(plain, family_tokenizer("qwen3-instruct"))
     recorded = {**plain, "input_ids": read.ids, "loss_mask": read.mask}
     assert len(prepare([recorded], split_turns=True).train) == 1
+    tokenizer = family_tokenizer("llama-3.1")
+    dated = {**plain, "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
+    read = read_row(dated, tokenizer, eos_token_ids=end_ids(tokenizer, "llama-3.1"))
+    recorded = {**plain, "input_ids": read.ids, "loss_mask": read.mask}
+    of_an_earlier_day = prepare([recorded], "llama-3.1", split_turns=True)
+    assert len(of_an_earlier_day.train) == 1
+    assert [line["reason"] for line in of_an_earlier_day.mismatches] == [
+        "only another date: the template writes that of the day"
+    ]
 
 
 @pytest.fixture

@@ -113,6 +113,11 @@ CASES = {
         chat(HI, {**CALL, "content": "Wait."}),
         [(QWEN_HI, False), ("Wait.\n" + QWEN_CALL, True), ("\n", False)],
     ),
+    "qwen3 instruct is cut behind a call": (
+        "qwen3-instruct",
+        chat(HI, CALL, finish_reason="length"),
+        [(QWEN_HI, False), (QWEN_CALL.removesuffix("<|im_end|>"), True)],
+    ),
     "qwen3 instruct ends with a question": (
         "qwen3-instruct",
         chat(HI, FOUR, MORE),
@@ -588,6 +593,15 @@ def test_an_answer_that_would_join_the_end_of_its_prompt_stays_apart(family, con
     if content.strip():
         written = tokenizer(content + end, add_special_tokens=False)["input_ids"]
         assert [token for token, keep in zip(ids, mask, strict=True) if keep] == written
+
+
+def test_an_earlier_answer_that_the_tokenizer_joins_with_its_prompt_since_carries_no_loss():
+    tokenizer = family_tokenizer("phi-3", merges=(("Ċ", "Ċ"),))
+    row = chat(HI, {"role": "assistant", "content": "\nIt is 4."}, MORE, NO)
+    read = read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, "phi-3"))
+    assert read.lost_answers == (1,)
+    assert tokenizer.decode([token for token, keep in zip(read.ids, read.mask, strict=True) if keep]) == "No.<|end|>"
+    assert read.ids[: read.mask.index(True)] == generation_ids(tokenizer, row)
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
