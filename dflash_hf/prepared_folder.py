@@ -17,7 +17,8 @@ import datasets
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
-from .preparing import PreparationSettings, PreparedRows, TargetText
+from .preparing import PreparationSettings, PreparedRows
+from .target_text import TargetText
 
 REPORT, MISMATCHES = "report.json", "mismatches.jsonl"
 EVALUATION_SPLIT = "validation"

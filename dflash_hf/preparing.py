@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import datasets
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .answer_rendering import TemplateError, without_nulls
 from .batch_plan import MAX_SAMPLE_ID
@@ -19,6 +19,7 @@ from .data import TOO_LONG, UNSUPERVISED, content_id
 from .prefix_check import PrefixMismatch, check_prefix
 from .prompt_hashes import HASH_BITS, prompt_hash, question_hash
 from .supervision import SupervisedRow, answers_without_loss, read_row, split_turns
+from .target_text import TargetText
 
 OVER_LENGTH = "longer than max_length"
 NO_WINDOW = "without room for a block"
@@ -105,22 +106,6 @@ class PreparationSettings:
 
 
 @dataclass(frozen=True)
-class TargetText:
-    """
-    What preparation needs of a target: nothing of its weights.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): with the chat template.
-        eos_token_ids (`tuple[int, ...]`): the ids that end an answer, as its generation config has them.
-        num_embeddings (`int`): rows of its embedding.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: tuple[int, ...]
-    num_embeddings: int
-
-
-@dataclass(frozen=True)
 class PreparedRows:
     """
     Prepared rows and what became of the others.
@@ -147,32 +132,6 @@ class PreparedRows:
     num_lost_answers: int
     chat_template_kwargs: dict[str, Any]
     mismatches: list[dict[str, Any]]
-
-
-def read_target(name: str) -> TargetText:
-    """
-    Read tokenizer and configuration of a target.
-
-    Args:
-        name (`str`): Hub name or folder.
-
-    Returns:
-        [`TargetText`]
-
-    Raises:
-        OSError: they cannot be read.
-    """
-    try:
-        config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise OSError(f"The target {name!r} cannot be read: {error}") from error
-    try:
-        eos = GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:  # many older targets have no such file; generation makes one from the configuration then
-        eos = GenerationConfig.from_model_config(config).eos_token_id
-    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return TargetText(tokenizer, tuple(ends), config.get_text_config().vocab_size)
 
 
 def prepare_for_training(
@@ -210,17 +169,12 @@ def prepare_for_training(
         remove_columns=rows.column_names,
         features=_FEATURES,
         num_proc=num_proc,
+        load_from_cache_file=False,  # a cached result would outlive the code that made it
         desc="Tokenising",
     )
     facts = converted.select_columns([name for name in _FEATURES if name not in ("input_ids", "supervised_mask")])[:]
     mismatches = [json.loads(line) for line in facts["mismatch"] if line]
-    differing = [line for line in mismatches if not line["is_refused"]]
-    if differing and settings.on_mismatch == "error":
-        raise ValueError(
-            f"{len(differing)} of {len(converted)} rows have another prompt than the chat template gives; the first "
-            f"is row {differing[0]['row']}: {differing[0]['reason']}. Pass on_mismatch='keep' or 'drop', or give "
-            "the chat_template_kwargs that the rows were made with."
-        )
+    _check_mismatches(mismatches, len(converted), settings)
     reasons = _with_repeats(facts, keep_repeats=settings.keep_repeats)
     kept = [index for index, reason in enumerate(reasons) if not reason]
     dropped = dict(Counter(reason for reason in reasons if reason).most_common())
@@ -229,26 +183,7 @@ def prepare_for_training(
         raise ValueError(
             f"No usable row is left: {len(rows)} rows came in, {words}. Give rows with answers, or raise max_length."
         )
-    held_out = _held_out_prompts([facts["prompt_hash"][index] for index in kept], settings)
-    parts = [
-        [index for index in kept if (facts["prompt_hash"][index] in held_out) == is_held_out]
-        for is_held_out in (False, True)
-    ]
-    if not parts[0]:
-        raise ValueError(
-            f"eval_rows={settings.eval_rows} would hold out all of the {len(kept)} usable rows. Hold out fewer."
-        )
-    own_ids = _sample_ids([facts["given_id"][index] for index in kept], [facts["sample_id"][index] for index in kept])
-    sample_ids = dict(zip(kept, own_ids, strict=True))
-    train, evaluation = (
-        converted.select(part)
-        .remove_columns("sample_id")
-        .add_column("sample_id", [sample_ids[index] for index in part])
-        .select_columns(list(_OUTPUT_COLUMNS))
-        if part
-        else None
-        for part in parts
-    )
+    train, evaluation = _parts(converted, facts, kept, settings)
     return PreparedRows(
         train=train,
         evaluation=evaluation,
@@ -260,6 +195,40 @@ def prepare_for_training(
         chat_template_kwargs=_common_kwargs(rows, settings),
         mismatches=mismatches,
     )
+
+
+def _check_mismatches(mismatches: Sequence[Mapping[str, Any]], num_rows: int, settings: PreparationSettings) -> None:
+    differing = [line for line in mismatches if not line["is_refused"]]
+    if differing and settings.on_mismatch == "error":
+        raise ValueError(
+            f"{len(differing)} of {num_rows} rows have another prompt than the chat template gives; the first is row "
+            f"{differing[0]['row']}: {differing[0]['reason']}. Pass on_mismatch='keep' or 'drop', or give the "
+            "chat_template_kwargs that the rows were made with."
+        )
+
+
+def _parts(
+    converted: datasets.Dataset, facts: Mapping[str, list[Any]], kept: Sequence[int], settings: PreparationSettings
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Training rows and held-out rows, with their sample ids."""
+    held_out = _held_out_prompts([facts["prompt_hash"][index] for index in kept], settings)
+    given_ids, content_ids = ([facts[name][index] for index in kept] for name in ("given_id", "sample_id"))
+    sample_ids = dict(zip(kept, _sample_ids(given_ids, content_ids), strict=True))
+
+    def part(indices: list[int]) -> datasets.Dataset:
+        rows = converted.select(indices).remove_columns("sample_id")
+        rows = rows.add_column("sample_id", [sample_ids[index] for index in indices])
+        return rows.select_columns(list(_OUTPUT_COLUMNS))
+
+    train, evaluation = (
+        [index for index in kept if (facts["prompt_hash"][index] in held_out) == is_held_out]
+        for is_held_out in (False, True)
+    )
+    if not train:
+        raise ValueError(
+            f"eval_rows={settings.eval_rows} would hold out all of the {len(kept)} usable rows. Hold out fewer."
+        )
+    return part(train), part(evaluation) if evaluation else None
 
 
 def _common_kwargs(rows: datasets.Dataset, settings: PreparationSettings) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from dflash_hf import DFlashDraftModel, prepared_folder
 from dflash_hf.answer_rendering import TemplateError
 from dflash_hf.cli import main
 from dflash_hf.prefix_check import check_prefix
-from dflash_hf.preparing import PreparationSettings, TargetText, prepare_for_training
+from dflash_hf.preparing import PreparationSettings, prepare_for_training
 from dflash_hf.supervision import SupervisedRow, read_row
+from dflash_hf.target_text import TargetText
 
 THOUGHT = "<think>\nhm\n</think>\n\nIt is 4."
 TINY = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1",

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from ..preparing import read_target
 from ..row_files import load_rows
 from ..row_inspection import StepPlan, TrainingRows
 from ..row_page import render_page
 from ..row_picture import draw_rows
 from ..row_statistics import RowStatistics
 from ..row_terminal import print_row, print_statistics
+from ..target_text import read_target
 from ..training_args import DFlashTrainingArguments
 from .train import DraftAndDataArguments
 

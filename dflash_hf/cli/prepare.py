@@ -23,8 +23,9 @@ from ..prepared_folder import (
     make_report,
     write_folder,
 )
-from ..preparing import PreparationSettings, prepare_for_training, read_target
+from ..preparing import PreparationSettings, prepare_for_training
 from ..row_files import load_rows
+from ..target_text import read_target
 from .options import json_object
 
 SHOWN_MISMATCHES = 3
