@@ -44,6 +44,7 @@ EVAL_ROWS = 32
 class Task:
     """What a demo learns from, and what it is asked: `rows` is a folder of answers, `questions` a file."""
 
+    folder: str
     rows: str
     questions: str
     rows_description: str
@@ -51,16 +52,19 @@ class Task:
 
 
 TASKS = {
-    "maths": Task("maths", "gsm8k_test_questions.jsonl", "GSM8K train questions", "GSM8K test questions"),
-    "code": Task("code", "code_test_questions.jsonl", "Python tasks", "Python tasks"),
+    "maths": Task(
+        "dflash-demo", "maths", "gsm8k_test_questions.jsonl", "GSM8K train questions", "GSM8K test questions"
+    ),
+    "code": Task("dflash-demo-code", "code", "code_test_questions.jsonl", "Python tasks", "Python tasks"),
 }
 
 
 def demo(
     target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: SmolLM2-135M-Instruct.")] = None,
-    output_dir: Annotated[Path, typer.Option(help="Draft, card, picture and checkpoints go here.")] = Path(
-        "dflash-demo"
-    ),
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(help="Draft, card, picture and checkpoints go here; default: dflash-demo or dflash-demo-code."),
+    ] = None,
     task: Annotated[str, typer.Option(help="What the draft learns and is asked: maths or code.")] = "maths",
     minutes: Annotated[float, typer.Option(help="Training time; the rest comes on top.")] = 5.0,
     questions: Annotated[int, typer.Option(help="Held-out questions to answer, 1 to 64.")] = 16,
@@ -79,7 +83,7 @@ def demo(
         raise ValueError(f"--minutes {minutes} must be positive.")
     if task not in TASKS:
         raise ValueError(f"--task {task!r} must be one of {', '.join(TASKS)}.")
-    data = TASKS[task]
+    data, output_dir = TASKS[task], output_dir or Path(TASKS[task].folder)
     heldout = read_prompts(str(DATA / data.questions))
     if rows < 1:
         raise ValueError(f"--rows {rows} must be at least 1.")
@@ -101,7 +105,7 @@ def demo(
             shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
         answers = load_rows(str(DATA / data.rows), None, "train")
         if target is not None:
-            answers = _own_answers(model, tokenizer, answers, output_dir / "answers", console)
+            answers = _own_answers(model, tokenizer, answers, output_dir / f"answers-{task}", console)
         answers = answers.shuffle(seed=0)  # short answers are written before long ones
         args = DFlashTrainingArguments(
             output_dir=str(output_dir / "checkpoints"),
@@ -131,7 +135,8 @@ def demo(
         draft.save_pretrained(draft_dir)
         write_model_card(draft_dir, card)
     else:
-        console.print(f"Using the draft in {draft_dir} (--retrain makes a new one).")
+        learned = DraftCard.from_folder(draft_dir).training_data or "rows that its card does not name"
+        console.print(f"Using the draft in {draft_dir}, which learned from {learned} (--retrain makes a new one).")
 
     console.rule("[bold]3 · with and without the draft")
     draft = DFlashDraftModel.from_pretrained(draft_dir, dtype=model.dtype, target=model)
