@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import dflash_hf.trainer
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.cli import main
-from dflash_hf.preparing import read_target
 from dflash_hf.row_inspection import Block, InspectedRow, StepPlan, TrainingRows, lanes_of
 from dflash_hf.row_page import render_page
 from dflash_hf.row_picture import draw_rows
 from dflash_hf.row_statistics import Histogram, RowStatistics
 from dflash_hf.row_terminal import ANCHOR_STYLE, coloured_text, print_row, print_statistics, strip
 from dflash_hf.row_text import token_pieces, visible
+from dflash_hf.target_text import read_target
 
 PLAN = StepPlan(block_size=4, anchors_per_sample=3, optimizer_step=0, seed=42)
 HOSTILE = '<script>alert("1")</script> & \x1b[31m'

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sys
@@ -27,7 +28,9 @@ TINY = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_bat
 
 
 @pytest.fixture(autouse=True)
-def quiet_bars():
+def as_it_was(monkeypatch):
+    """No bars; and `os.environ` is the same object again after a map with several processes, which replaces it."""
+    monkeypatch.setattr(os, "environ", os.environ)
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
