@@ -4,7 +4,9 @@ import json
 import os
 import random
 import re
+import signal
 import sys
+import time
 from datetime import date
 from pathlib import Path
 
@@ -559,6 +561,26 @@ def test_bad_input_ends_in_one_line_and_leaves_nothing(run, target_folder, tmp_p
     code, _, err = run("prepare", "--target", target_folder, "--dataset", rows, "--out", taken, "--overwrite")
     assert code == 1
     assert (taken / "precious.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("num_proc", [None, 1])
+def test_ctrl_c_writes_nothing(run, target_folder, tmp_path, monkeypatch, num_proc):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat(f"{n}?") for n in range(5)])
+    parent = os.getpid()
+
+    def read_and_press(*args, **kwargs):
+        os.kill(parent, signal.SIGINT)
+        time.sleep(0.2)
+        return read_row(*args, **kwargs)
+
+    monkeypatch.setattr("dflash_hf.preparing.read_row", read_and_press)
+    processes = [] if num_proc is None else ["--num-proc", num_proc]
+    code, stdout, _ = run(
+        "prepare", "--target", target_folder, "--dataset", rows, "--out", tmp_path / "out", *processes
+    )
+    assert code == 130
+    assert "out was not written" in stdout
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
 def test_a_folder_is_replaced_whole_or_stays(tmp_path, monkeypatch):

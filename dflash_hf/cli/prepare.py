@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import datasets
+import multiprocess
 import typer
 from rich import box
 from rich.console import Console
@@ -95,9 +96,16 @@ def prepare(
     if is_prepared_already(out, whole_settings, overwrite=overwrite):
         _say(console, f"{out} holds these rows, prepared with these settings, already.")
         return
-    prepared = prepare_for_training(rows, text, settings, num_proc=num_proc)
-    report = make_report(prepared, whole_settings)
-    write_folder(out, prepared, report)
+    try:
+        prepared = prepare_for_training(rows, text, settings, num_proc=num_proc)
+        report = make_report(prepared, whole_settings)
+        write_folder(out, prepared, report)
+    except (KeyboardInterrupt, multiprocess.TimeoutError) as error:
+        # Waiting for its processes after Ctrl-C, datasets raises a TimeoutError in place of the interrupt
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        _say(console, f"Interrupted: {out} was not written.")
+        raise typer.Exit(130) from None
     console.print(_report_table(report), highlight=False)
     for line in prepared.mismatches[:SHOWN_MISMATCHES]:
         _say(console, f"Row {line['row']}: {line['reason']}")
