@@ -86,6 +86,7 @@ def test_python_of_the_data_guide_runs_from_top_to_bottom(run_block):
     for index, block in enumerate(python_blocks("docs/data.md")):
         run_block(block, f"docs/data.md, Python block {index}", names)
     assert names["written"] == "It is 4.<|end|>"
+    assert names["progress"].num_answered == 1
 
 
 @pytest.mark.parametrize("name", ["regenerate", "prepare", "inspect"])
