@@ -174,18 +174,18 @@ def mask_token_in_words(tokenizer: PreTrainedTokenizerBase, token_id: int) -> st
 
 def rows_are_text(dataset: Any) -> bool:
     """
-    Whether the trainer renders the rows of a data set itself.
+    Whether it is known what the chat template got: the trainer renders the rows itself, or they tell.
 
     Args:
         dataset: as the trainer takes it, before it is prepared.
 
     Returns:
-        `bool`: False for rows of `input_ids`, and where the columns are not known.
+        `bool`: False for rows of `input_ids` without `chat_template_kwargs`, and where the columns are not known.
     """
     columns = getattr(dataset, "column_names", None) or []
     if isinstance(dataset, Sequence) and len(dataset):
         columns = list(dataset[0])
-    return len(columns) > 0 and "input_ids" not in columns
+    return len(columns) > 0 and ("input_ids" not in columns or "chat_template_kwargs" in columns)
 
 
 def as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:

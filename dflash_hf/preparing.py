@@ -192,7 +192,7 @@ def prepare_for_training(
         dropped=dropped,
         num_cut=sum(facts["is_cut"][index] for index in kept),
         num_lost_answers=sum(facts["num_lost"][index] for index in kept),
-        chat_template_kwargs=_common_kwargs(rows, settings),
+        chat_template_kwargs=common_template_kwargs(rows, settings.chat_template_kwargs),
         mismatches=mismatches,
     )
 
@@ -231,10 +231,19 @@ def _parts(
     return part(train), part(evaluation) if evaluation else None
 
 
-def _common_kwargs(rows: datasets.Dataset, settings: PreparationSettings) -> dict[str, Any]:
-    """Template arguments that all rows have."""
+def common_template_kwargs(rows: datasets.Dataset, for_all: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Template arguments that all rows have.
+
+    Args:
+        rows (`datasets.Dataset`): their own are in the column `chat_template_kwargs`, if it is there.
+        for_all (`Mapping`): what a row has that does not say otherwise.
+
+    Returns:
+        `dict`
+    """
     own = rows["chat_template_kwargs"][:] if "chat_template_kwargs" in rows.column_names else [None]
-    all_kwargs = [{**settings.chat_template_kwargs, **without_nulls(kwargs or {})} for kwargs in own]
+    all_kwargs = [{**for_all, **without_nulls(kwargs or {})} for kwargs in own]
     return {
         name: value for name, value in all_kwargs[0].items() if all(kwargs.get(name) == value for kwargs in all_kwargs)
     }

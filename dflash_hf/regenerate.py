@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from .answering import Answer, AnswerEngine, Failure, RequestFeed, Sampling, TurnRequest
 from .prompts import Conversation, conversation_of_row
-from .row_shards import RowShards
+from .row_shards import RowShards, target_label
 
 logger = logging.get_logger(__name__)
 
@@ -119,12 +119,12 @@ def is_answered_by(rows: datasets.Dataset, target: str, tokenizer: PreTrainedTok
                 "columns input_ids and loss_mask."
             )
     writers = sorted(rows.unique("target"))
-    if writers != [target]:
+    if writers != [target_label(target)]:
         logger.warning(
             f"The answers are those of {', '.join(writers)}, and the draft is for {target}. Unless these are the same "
             "model, it learns to guess another one's words: let the target answer the prompts itself."
         )
-    return writers == [target]
+    return writers == [target_label(target)]
 
 
 @dataclass
@@ -251,7 +251,7 @@ class _Regeneration:
                 "input_ids": input_ids,
                 "loss_mask": loss_mask,
                 "finish_reason": answer.finish_reason,
-                "target": self.settings.target,
+                "target": target_label(self.settings.target),
                 "target_revision": self.settings.target_revision,
                 "sampling": asdict(self.settings.sampling),
             }

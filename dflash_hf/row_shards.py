@@ -18,6 +18,8 @@ from datasets.info import DatasetInfosDict
 from filelock import FileLock, Timeout
 from huggingface_hub import DatasetCardData
 
+from .model_card import hub_id_or_folder
+
 ROW_FEATURES = datasets.Features(
     {
         "conversation_id": Value("string"),
@@ -248,8 +250,15 @@ def _card(settings: Mapping[str, Any]) -> str:
     """A data set card. It declares the columns: JSON files whose first rows have no tools are read like the others."""
     head = DatasetCardData()
     DatasetInfosDict({"default": datasets.DatasetInfo(features=ROW_FEATURES)}).to_dataset_card_data(head)
-    target = settings.get("target", "a language model")
-    return f"---\n{head.to_yaml()}\n---\n" + _CARD_TEXT.format(target=target, settings=json.dumps(settings, indent=1))
+    shown = {**settings, "target": target_label(settings.get("target"))}
+    return f"---\n{head.to_yaml()}\n---\n" + _CARD_TEXT.format(
+        target=shown["target"], settings=json.dumps(shown, indent=1)
+    )
+
+
+def target_label(name: str | None) -> str:
+    """A target as others may read it: its Hub name, or the last part of its folder."""
+    return next((part for part in hub_id_or_folder(name) if part), "a language model")
 
 
 def _whole_row(row: Mapping[str, Any]) -> dict[str, Any]:

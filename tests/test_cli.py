@@ -241,7 +241,8 @@ def test_regenerate_answers_every_prompt_once_and_continues(run, saved_target, t
     assert "must be a text" in (out / "failed.jsonl").read_text()
     rows = datasets.load_dataset(str(out), split="train")
     assert sorted(row["messages"][0]["content"] for row in rows) == ["1+1?", "3+3?", "4+4?"]
-    assert {row["target"] for row in rows} == {target}
+    assert {row["target"] for row in rows} == {"target"}
+    assert str(tmp_path) not in (out / "README.md").read_text()  # a path tells more of its owner than of the rows
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target).eval(), AutoTokenizer.from_pretrained(target)
     for row in rows:
         prompt = tokenizer(f"<|user|>{row['messages'][0]['content']}<|end|><|assistant|>")["input_ids"]
@@ -318,7 +319,11 @@ def test_bad_demo_arguments_end_in_one_line(run, tmp_path, arguments, words):
 
 
 def test_demo_on_another_target_trains_compares_and_reuses(run, saved_target, tmp_path):
-    arguments = ["demo", "--target", saved_target(max_position_embeddings=4096), "--output-dir", tmp_path / "demo",
+    target = saved_target(max_position_embeddings=4096)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    model.generation_config.suppress_tokens = list(range(261, 272))  # a trained target writes no unused token
+    model.save_pretrained(target)
+    arguments = ["demo", "--target", target, "--output-dir", tmp_path / "demo",
                  "--minutes", 0.05, "--questions", 2, "--max-new-tokens", 12, "--rows", 8, "--draft-layers", 1,
                  "--block-size", 4, "--anchors", 4]  # fmt: skip
     code, stdout, err = run(*arguments)

@@ -874,6 +874,7 @@ def test_chat_template_arguments_are_known_where_the_trainer_renders_the_rows(ta
     assert rows_are_text(rows)
     assert rows_are_text(datasets.Dataset.from_list(rows))
     assert not rows_are_text(rows_of(target, count=1))
+    assert rows_are_text([{"input_ids": [1], "messages": [], "chat_template_kwargs": {}}])
     assert not rows_are_text(None)
     assert not rows_are_text([])
     assert not rows_are_text(datasets.IterableDataset.from_generator(lambda: iter([])))

@@ -234,6 +234,8 @@ def test_rows_tell_whether_the_target_answered_them(tokenizer, caplog):
     without_ids = {**row, "input_ids": None}
     rows = datasets.Dataset.from_list([without_ids, row])
     assert is_answered_by(rows, "me/mine", tokenizer) is True
+    of_folder = rows.remove_columns("target").add_column("target", ["mine", "mine"])
+    assert is_answered_by(of_folder, "/home/me/mine", tokenizer) is True
     assert not caplog.records
     assert is_answered_by(rows, "me/other", tokenizer) is False
     assert "those of me/mine, and the draft is for me/other" in caplog.text

@@ -148,7 +148,7 @@ def test_a_run_killed_thrice_under_faults_ends_complete_and_without_duplicates(
     said = {row["messages"][0]["content"]: row for row in rows}
     assert len(rows) == len(said) == NUM_PROMPTS
     assert set(said) == {f"{n} + {n}?" for n in range(NUM_PROMPTS)}
-    assert {row["target"] for row in rows} == {chat_target}
+    assert {row["target"] for row in rows} == {"target"}
 
     target, tokenizer = AutoModelForCausalLM.from_pretrained(chat_target), AutoTokenizer.from_pretrained(chat_target)
     num_two_turns = 0

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -114,7 +113,7 @@ def regenerate(
     settings = RegenerationSettings(name, revision, sampling, system_prompt, template_kwargs, thinking_share)
     with RowShards(out, asdict(settings), file_format=file_format, rows_per_shard=rows_per_shard) as shards:
         if engine is None:
-            model, tokenizer = load_target(folder, dtype if target else torch.bfloat16)
+            model, tokenizer = load_target(folder, dtype)
             engine = LocalEngine(model, tokenizer, sampling, batch_size=batch_size)
         steps = regenerate_rows(rows, engine, shards, settings, column=prompt_column)
         is_complete = _show(steps, len(rows), console)

@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, set_seed
 from ..model_card import hub_id_or_folder
 from ..modeling_dflash import DFlashDraftModel
 from ..prepared_folder import EVALUATION_SPLIT, check_prepared, read_report
+from ..preparing import common_template_kwargs
 from ..regenerate import is_answered_by
 from ..row_files import load_rows
 from ..trainer import DFlashTrainer
@@ -149,6 +150,8 @@ def train(context: typer.Context) -> None:
         draft = DFlashDraftModel.from_pretrained(pair.draft, dtype="float32", target=target)
     else:
         set_seed(args.seed)
+        report = read_report(pair.dataset)
+        template_kwargs = report["chat_template_kwargs"] if report else common_template_kwargs(rows, {})
         draft = DFlashDraftModel.from_target(
             target,
             tokenizer=tokenizer,
@@ -156,7 +159,7 @@ def train(context: typer.Context) -> None:
             num_target_layers=pair.num_target_layers,
             block_size=pair.block_size,
             mask_token_id=pair.mask_token_id,
-            chat_template_kwargs=(read_report(pair.dataset) or {}).get("chat_template_kwargs") or None,
+            chat_template_kwargs=template_kwargs or None,
         )
     for part in (rows, eval_rows):
         if part is not None and "supervised_mask" in part.column_names:
