@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cli import main
 
 torch.set_num_threads(1)  # tiny models lose more to threads than they gain
 # A shell starts its background jobs with SIGINT ignored, which their children inherit.
@@ -119,3 +121,27 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]
     with HubStandIn() as stand_in:
         stand_in.connect(monkeypatch, tmp_path / "hub_home")
         yield stand_in
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Run the command as a shell would: exit code, what it printed, what it complained about."""
+
+    def invoke(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash-hf", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return invoke
+
+
+def error_line(err: str) -> str:
+    """The one line of an error."""
+    lines = [line for line in err.splitlines() if line.startswith("Error:")]
+    assert len(lines) == 1, err
+    return lines[0]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from safetensors.torch import save_file
 
 from dflash_hf import save_in_layout
 from dflash_hf.checkpoint_report import READERS, check_checkpoint
-from dflash_hf.cli import main
 from dflash_hf.layouts import LAYOUTS
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
@@ -205,19 +203,9 @@ def test_conditions_are_said_of_readers_that_can_load(tmp_path):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    def invoke(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash-hf", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
+def run(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    return run
 
 
 def test_convert_and_check_from_the_shell(run, target, tmp_path):

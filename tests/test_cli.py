@@ -4,40 +4,21 @@ import io
 import json
 import re
 import signal
-import sys
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
-from conftest import greedy, make_draft
+from conftest import error_line, greedy, make_draft
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, demo_target
-from dflash_hf.cli import main
 from dflash_hf.cli.train import parse_arguments
 from dflash_hf.cli.training_run import run_training
 
 QUICK = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1",
          "--num_target_layers", "2", "--block_size", "4", "--learning_rate", "1e-3"]  # fmt: skip
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    """Run the command as a shell would: exit code, what it printed, what it complained about."""
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash-hf", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
 
 
 def write_lines(path: Path, lines: list[dict]) -> Path:
@@ -51,12 +32,6 @@ def write_rows(path: Path, count: int = 5, **extra) -> Path:
         for n in range(count)
     ]
     return write_lines(path, rows)
-
-
-def error_line(err: str) -> str:
-    lines = [line for line in err.splitlines() if line.startswith("Error:")]
-    assert len(lines) == 1, err
-    return lines[0]
 
 
 def test_train_then_generate_from_the_shell(run, saved_target, tmp_path):

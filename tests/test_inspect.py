@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import dflash_hf.trainer
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.cli import main
 from dflash_hf.row_inspection import Block, InspectedRow, StepPlan, TrainingRows, lanes_of
 from dflash_hf.row_page import render_page
 from dflash_hf.row_picture import draw_rows
@@ -33,21 +33,9 @@ HOSTILE = '<script>alert("1")</script> & \x1b[31m'
 
 
 @pytest.fixture
-def run(capfd, monkeypatch):
-    """Run the command as a shell would: exit code, what it printed, what it complained about."""
-
-    def invoke(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash-hf", "inspect", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "120")
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
+def run(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    return partial(run, "inspect")
 
 
 def conversation(question: str, answer: str) -> dict[str, object]:

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -18,7 +17,6 @@ from datasets import Json, List, Value
 
 from dflash_hf import DFlashDraftModel, prepared_folder
 from dflash_hf.answer_rendering import TemplateError
-from dflash_hf.cli import main
 from dflash_hf.prefix_check import check_prefix
 from dflash_hf.preparing import PreparationSettings, prepare_for_training
 from dflash_hf.supervision import SupervisedRow, read_row
@@ -427,21 +425,6 @@ def test_a_target_without_chat_template_or_a_data_set_without_rows_is_refused():
 
 
 # From the shell
-
-
-@pytest.fixture
-def run(capfd, monkeypatch):
-    def invoke(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash-hf", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
 
 
 @pytest.fixture
