@@ -18,6 +18,7 @@ from .slot_decoding import SlotDecoder, why_not_slots
 
 logger = logging.get_logger(__name__)
 
+BATCH_SIZE = 64
 WINDOW_BATCHES = 4  # requests read ahead and sorted by length, in batches
 # what a chat template raises by itself, and what its expressions raise for messages of a form it does not expect
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
@@ -55,7 +56,7 @@ class LocalEngine:
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
         *,
-        batch_size: int = 64,
+        batch_size: int = BATCH_SIZE,
         refill: bool | None = None,
     ) -> None:
         if batch_size < 1:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .answer_rendering import TemplateError, without_nulls
 from .batch_plan import MAX_SAMPLE_ID
-from .data import TOO_LONG, UNSUPERVISED, content_id
+from .data import MAX_LENGTH, TOO_LONG, UNSUPERVISED, content_id
 from .prefix_check import PrefixMismatch, check_prefix
 from .prompt_hashes import HASH_BITS, prompt_hash, question_hash
 from .supervision import SupervisedRow, answers_without_loss, read_row, split_turns
@@ -81,7 +81,7 @@ class PreparationSettings:
         ValueError: a value is out of its range.
     """
 
-    max_length: int = 2048
+    max_length: int = MAX_LENGTH
     truncation: str = "cut"
     block_size: int | None = None
     on_mismatch: str = "keep"

@@ -48,6 +48,7 @@ ROW_FEATURES = datasets.Features(
     }
 )
 FORMATS = ("parquet", "jsonl")
+ROWS_PER_SHARD = 1000
 SETTINGS, CARD, JOURNAL, FAILED, LOCK = "settings.json", "README.md", "newest.jsonl", "failed.jsonl", ".lock"
 _CARD_TEXT = """
 # Answers of {target}
@@ -99,8 +100,8 @@ class RowShards:
         folder: str | Path,
         settings: Mapping[str, Any],
         *,
-        file_format: str = "parquet",
-        rows_per_shard: int = 1000,
+        file_format: str = FORMATS[0],
+        rows_per_shard: int = ROWS_PER_SHARD,
     ) -> None:
         if file_format not in FORMATS:
             raise ValueError(f"The format {file_format!r} is not known. Take one of {', '.join(FORMATS)}.")

@@ -29,6 +29,7 @@ from .server_calls import (
 
 logger = logging.get_logger(__name__)
 
+CONCURRENCY, TIMEOUT_S = 32, 600.0
 GIVE_UP_AFTER = 8  # failures without an answer between them
 LONGEST_WAIT_S = 30.0  # between two tries, unless the server asks for more
 CHECK_TIMEOUT_S = 30.0  # a list of models takes no generation
@@ -88,8 +89,8 @@ class ServerEngine:
         model: str | None,
         sampling: Sampling,
         *,
-        concurrency: int = 32,
-        timeout_s: float = 600.0,
+        concurrency: int = CONCURRENCY,
+        timeout_s: float = TIMEOUT_S,
         max_retries: int = 8,
         first_wait_s: float = 0.5,
         requests_per_minute: float | None = None,

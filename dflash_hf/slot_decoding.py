@@ -166,8 +166,8 @@ class SlotDecoder:
         scores = self._run(self.tokens[:count].gather(1, columns), columns, mask).to(device).float()
         for row, slot in enumerate(self.slots if self.rules.num_of_text else ()):
             text = self.tokens[row : row + 1, : lengths[row]]
-            scores[row : row + 1] = slot.of_text(text, scores[row : row + 1])  # type: ignore[arg-type]
-        scores = self.rules.of_scores(self.tokens[:count, :1], scores)  # type: ignore[arg-type]
+            scores[row : row + 1] = slot.of_text(text, scores[row : row + 1])  # type: ignore[arg-type]  # tensors they are
+        scores = self.rules.of_scores(self.tokens[:count, :1], scores)  # type: ignore[arg-type]  # likewise
         if self.rules.do_sample:
             chosen = draw(scores, [slot.draws.next() for slot in self.slots])
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from .data import MAX_LENGTH
 from .losses import LossTerms
 
 DEFAULT_LEARNING_RATES = {True: 2e-3, False: 6e-4}  # by use_muon
@@ -49,7 +50,7 @@ class DFlashTrainingArguments(TrainingArguments):
             "help": "Draw anchors independently, so that a row may train a block twice, instead of distinct ones."
         },
     )
-    max_length: int = field(default=2048, metadata={"help": "Longest row in tokens; longer rows are cut."})
+    max_length: int = field(default=MAX_LENGTH, metadata={"help": "Longest row in tokens; longer rows are cut."})
     packing: bool = field(
         default=False,
         metadata={

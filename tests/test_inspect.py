@@ -125,7 +125,8 @@ def test_blocks_shown_are_those_the_trainer_trains_in_step_0(saved_target, tmp_p
         assert [block.anchor for block in shown] == trained.anchor_positions[of_row].tolist()
         assert [block.context_length for block in shown] == trained.trunk_lengths[of_row].tolist()
         assert [block.num_slots for block in shown] == trained.slot_valid[of_row].sum(-1).tolist()
-        labels = [row[mask].tolist() for row, mask in zip(trained.label_positions[of_row], trained.loss_mask[of_row])]  # noqa: B905
+        pairs = zip(trained.label_positions[of_row], trained.loss_mask[of_row], strict=True)
+        labels = [row[mask].tolist() for row, mask in pairs]
         assert [list(block.labels) for block in shown] == labels
         assert len(shown) == 3
     assert ours.inspect(2, plan).blocks == []

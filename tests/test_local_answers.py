@@ -284,6 +284,7 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(tokenizer, monkeypatch
             raise torch.OutOfMemoryError("no room")
         return forward(*args, **kwargs)
 
+    # What the engine reads of a target; functions have the attribute only once it is set
     with_room_for_three.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(target, "forward", with_room_for_three)
     engine = LocalEngine(target, tokenizer, Sampling(8), batch_size=8, refill=refill)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..answering import Sampling, TurnRequest
 from ..answering_benchmark import AnsweringMeasurement, measure_answers, share_of_same, warm_up
-from ..local_answers import LocalEngine
+from ..local_answers import BATCH_SIZE, LocalEngine
 from ..prompts import read_prompts
 from .loading import load_target
 
@@ -23,8 +23,8 @@ def regenerate(
     target: Annotated[str, typer.Option(help="Folder or Hub name of the target.")],
     prompts: Annotated[Path, typer.Option(help="JSON lines with turns, prompt or messages.")],
     limit: Annotated[int, typer.Option(help="Take so many prompts.", min=1)] = 256,
-    batch_size: Annotated[int, typer.Option(help="Answers under way at once, in both.", min=1)] = 64,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(help="Answers under way at once, in both.", min=1)] = BATCH_SIZE,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = Sampling.max_new_tokens,
     dtype: Annotated[str, typer.Option(help="Of the target: auto, bfloat16, float16, float32.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Also write the numbers here, as JSON.")] = None,
 ) -> None:

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..answering import AnswerEngine, Sampling
 from ..demo_target import DEMO_TARGET_NAME, prepare_demo_target
-from ..local_answers import LocalEngine
+from ..local_answers import BATCH_SIZE, LocalEngine
 from ..prompts import check_columns, draw_rows
 from ..regenerate import RegenerationProgress, RegenerationSettings, regenerate_rows
 from ..row_files import load_rows
-from ..row_shards import FAILED, RowShards
-from ..server_answers import ServerEngine
+from ..row_shards import FAILED, FORMATS, ROWS_PER_SHARD, RowShards
+from ..server_answers import CONCURRENCY, TIMEOUT_S, ServerEngine
 from .loading import load_target, load_target_config
 from .options import json_object
 
@@ -73,16 +73,16 @@ def regenerate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.", rich_help_panel=ANSWERS)] = 0,
     dtype: Annotated[str, typer.Option(help="Of the target here: auto, bfloat16, float16, float32.")] = "auto",
-    batch_size: Annotated[int, typer.Option(help="Answers written at a time here.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Answers written at a time here.")] = BATCH_SIZE,
     server: Annotated[
         str | None,
         typer.Option(help="URL of an OpenAI-compatible server that answers instead.", rich_help_panel=SERVER),
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests at a time.", rich_help_panel=SERVER)] = 32,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time.", rich_help_panel=SERVER)] = CONCURRENCY,
     requests_per_minute: Annotated[float | None, typer.Option(help="At most so many.", rich_help_panel=SERVER)] = None,
-    timeout_s: Annotated[float, typer.Option(help="Longest wait for an answer.", rich_help_panel=SERVER)] = 600.0,
-    file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.", rich_help_panel=ROWS)] = "parquet",
-    rows_per_shard: Annotated[int, typer.Option(help="Rows of a file.", rich_help_panel=ROWS)] = 1000,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for an answer.", rich_help_panel=SERVER)] = TIMEOUT_S,
+    file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.", rich_help_panel=ROWS)] = FORMATS[0],
+    rows_per_shard: Annotated[int, typer.Option(help="Rows of a file.", rich_help_panel=ROWS)] = ROWS_PER_SHARD,
 ) -> None:
     """Let the target answer prompts: rows to train a draft on. Run the same again after an interrupt: it goes on."""
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
