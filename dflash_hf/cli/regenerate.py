@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..answering import AnswerEngine, Sampling
-from ..demo_target import DEMO_TARGET_NAME, prepare_demo_target
+from ..demo_target import DEMO_TARGET, prepare_demo_target
 from ..local_answers import BATCH_SIZE, LocalEngine
 from ..prompts import check_columns, draw_rows
 from ..regenerate import RegenerationProgress, RegenerationSettings, regenerate_rows
@@ -108,7 +108,7 @@ def regenerate(
         )
         name, revision = engine.check(), None
     else:
-        folder, name = target or str(prepare_demo_target()), target or DEMO_TARGET_NAME
+        folder, name = target or str(prepare_demo_target()), target or DEMO_TARGET.name
         revision = getattr(load_target_config(folder), "_commit_hash", None)
     settings = RegenerationSettings(name, revision, sampling, system_prompt, template_kwargs, thinking_share)
     with RowShards(out, asdict(settings), file_format=file_format, rows_per_shard=rows_per_shard) as shards:
