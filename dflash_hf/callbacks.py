@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from .optimization import TimeBudget
+from .optimization import TrainingClock
 
 logger = logging.get_logger(__name__)
 
@@ -143,11 +143,11 @@ class AcceptanceWatch(TrainerCallback):
     Looks at the `accept_len` of the training logs from 50 optimizer steps and twice the warm-up on.
 
     Args:
-        time_budget ([`TimeBudget`], *optional*): the budget whose share the warm-up is counted in.
+        clock ([`TrainingClock`], *optional*): of the run; the warm-up is a share of its budget, if it has one.
     """
 
-    def __init__(self, time_budget: TimeBudget | None = None) -> None:
-        self.time_budget = time_budget
+    def __init__(self, clock: TrainingClock | None = None) -> None:
+        self.clock = clock
         self.best = 0.0
         self._is_done = False
 
@@ -168,6 +168,6 @@ class AcceptanceWatch(TrainerCallback):
         )
 
     def _is_past_warmup(self, args: Any, state: Any) -> bool:
-        if self.time_budget is not None:
-            return self.time_budget.progress >= 2 * args.warmup_steps
+        if self.clock is not None and self.clock.minutes is not None:
+            return self.clock.progress >= 2 * args.warmup_steps
         return state.global_step >= 2 * args.get_warmup_steps(state.max_steps)

@@ -1,4 +1,4 @@
-"""Muon for the matrices and AdamW for the rest, as one optimizer; and a training budget in minutes."""
+"""Muon for the matrices and AdamW for the rest, as one optimizer; and the clock of a run."""
 
 from __future__ import annotations
 
@@ -97,31 +97,32 @@ def make_muon_with_adamw() -> type[MuonWithAdamW]:
     return MuonWithAdamW
 
 
-class TimeBudget(TrainerCallback, ExportableState):
+class TrainingClock(TrainerCallback, ExportableState):
     """
-    Stop training after some minutes of optimizer steps; evaluation, saving and data preparation do not count.
+    Time the optimizer steps of a run, and stop it after some minutes of them if a budget is given.
 
-    Of several ranks the first one keeps the clock, so that all stop, and set the learning rate, at the same step.
+    Evaluation, saving and data preparation do not count. Of several ranks with a budget the first one keeps the clock,
+    so that all stop, and set the learning rate, at the same step.
 
     Args:
-        minutes (`float`): the budget; what an interrupted run has used is in its checkpoint.
+        minutes (`float`, *optional*): the budget; what an interrupted run has used is in its checkpoint.
     """
 
-    def __init__(self, minutes: float) -> None:
+    def __init__(self, minutes: float | None = None) -> None:
         self.minutes = minutes
         self.elapsed_s = 0.0
         self._step_start: float | None = None
 
     @property
     def progress(self) -> float:
-        """`float`: used share of the budget, 0 to 1."""
-        return min(self.elapsed_s / (60 * self.minutes), 1.0)
+        """`float`: used share of the budget, 0 to 1; 0 without one."""
+        return 0.0 if self.minutes is None else min(self.elapsed_s / (60 * self.minutes), 1.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # a resumed run finds here what the checkpoint recorded, a new one its own state
         saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         self.elapsed_s = saved["attributes"]["elapsed_s"] if saved else 0.0
-        # a checkpoint of a run without a budget has no entry, and Trainer fills in only those that are there
+        # a checkpoint of a run without a clock has no entry, and Trainer fills in only those that are there
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -130,6 +131,8 @@ class TimeBudget(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._step_start is not None:
             self.elapsed_s += time.monotonic() - self._step_start
+        if self.minutes is None:
+            return
         if args.world_size > 1:
             self.elapsed_s = broadcast(torch.tensor(self.elapsed_s, dtype=torch.float64, device=args.device)).item()
         if self.progress >= 1.0:

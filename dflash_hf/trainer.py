@@ -29,7 +29,7 @@ from .losses import loss_denominator
 from .metrics import row_statistics, summarize
 from .model_card import DraftCard
 from .modeling_dflash import DFlashDraftModel
-from .optimization import TimeBudget, make_muon_with_adamw, schedule_factor
+from .optimization import TrainingClock, make_muon_with_adamw, schedule_factor
 from .packing import documents_of, states_of_packed_rows
 from .processes import check_processes, target_out_of_sight
 from .resuming import RunRecord, check_checkpoint, last_complete_checkpoint, run_values
@@ -154,14 +154,13 @@ class DFlashTrainer(Trainer):
         )
         self.draft = model
         self._draft_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-        self.time_budget = TimeBudget(args.max_train_minutes) if args.max_train_minutes is not None else None
-        if self.time_budget is not None:
-            self.add_callback(self.time_budget)
+        self.clock = TrainingClock(args.max_train_minutes)
+        self.add_callback(self.clock)
         self._run_values = run_values(args, target, _length_of(self.train_dataset))
         self.add_callback(RunRecord(**self._run_values))
         self._stop_on_signal = StopOnSignal(self._any_rank if self.accelerator.num_processes > 1 else None)
         self.add_callback(self._stop_on_signal)
-        self.add_callback(AcceptanceWatch(self.time_budget))
+        self.add_callback(AcceptanceWatch(self.clock))
         self.add_callback(ModelCardWriter(self.draft_card))
         self._rows_are_text = rows_are_text(train_dataset)
         self._row_counts: RowCounts | None = None
@@ -637,10 +636,15 @@ class DFlashTrainer(Trainer):
         return (loss, losses) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Keeps Trainer's contract; adds the acceptance length of all ranks' blocks since the last log."""
+        """
+        Keeps Trainer's contract; adds the acceptance length of all ranks' blocks since the last log, and to an
+        evaluation the minutes of optimizer steps before it.
+        """
         if "loss" in logs and self._train_statistics is not None:
             logs["accept_len"] = summarize(self.accelerator.gather(self._train_statistics))["accept_len"]
             self._train_statistics = None
+        if self.state.global_step and any(name.endswith("_accept_len") for name in logs):
+            logs["train_minutes"] = self.clock.elapsed_s / 60
         super().log(logs, start_time)
 
     # ---- evaluation ----
@@ -706,14 +710,14 @@ class DFlashTrainer(Trainer):
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """Keeps Trainer's contract; with `max_train_minutes` the schedule follows the clock instead of the steps."""
-        budget = self.time_budget
-        if budget is None or self.lr_scheduler is not None:
+        clock = self.clock
+        if clock.minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup, shape = self.args.warmup_steps, str(getattr(self.args.lr_scheduler_type, "value", "linear"))
         scheduled: Any = self.optimizer if optimizer is None else optimizer
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
             scheduled,
-            lambda _: schedule_factor(max(budget.progress, 1e-3), warmup, shape),
+            lambda _: schedule_factor(max(clock.progress, 1e-3), warmup, shape),
         )
         return self.lr_scheduler
 

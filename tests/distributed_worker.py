@@ -173,7 +173,7 @@ def clocks(out: Path, ranks: int) -> list[Any]:
         out, ranks, max_steps=-1, max_train_minutes=0.005, lr_scheduler_type="linear", learning_rate=0.1
     )
     trainer.train()
-    mine = (trainer.state.global_step, trainer.time_budget.elapsed_s, trainer.draft.norm.weight.tolist())
+    mine = (trainer.state.global_step, trainer.clock.elapsed_s, trainer.draft.norm.weight.tolist())
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, mine)
     return everyone

@@ -380,7 +380,7 @@ def test_a_draft_trained_in_bf16_generates_at_once_with_its_live_target(tmp_path
 def test_the_time_budget_ends_training_and_shapes_the_rate(target, tmp_path):
     trainer = make_trainer(target, tmp_path, max_steps=-1, max_train_minutes=0.01, warmup_steps=0.1)
     trainer.train()
-    assert trainer.time_budget.progress == 1
+    assert trainer.clock.progress == 1
     assert 1 < trainer.state.global_step < 1000
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert max(rates) <= 1e-2
@@ -392,14 +392,14 @@ def test_a_resumed_run_has_only_the_rest_of_its_time_budget(target, tmp_path):
     trainer = make_trainer(target, tmp_path, **budget)
     trainer.add_callback(StopAt(5))
     trainer.train()
-    used = trainer.time_budget.elapsed_s
+    used = trainer.clock.elapsed_s
     assert used > 0
     resumed = make_trainer(target, tmp_path, **budget)
     seen = []
-    resumed.add_callback(RecordElapsed(resumed.time_budget, seen))
+    resumed.add_callback(RecordElapsed(resumed.clock, seen))
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
     assert seen[0] == pytest.approx(used, abs=0.1)
-    assert resumed.time_budget.progress == 1
+    assert resumed.clock.progress == 1
 
 
 class RecordElapsed(TrainerCallback):

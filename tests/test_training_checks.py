@@ -168,22 +168,22 @@ def test_a_half_written_checkpoint_is_passed_over_and_refused_by_name(run_copy, 
         empty.train(resume_from_checkpoint=True)
 
 
-def test_checkpoints_of_a_run_without_record_or_budget_are_resumed_and_then_have_both(run_copy):
+def test_checkpoints_of_a_run_without_record_or_clock_are_resumed_and_then_have_both(run_copy):
     """Trainer itself would end in a KeyError at the first save."""
     state_file = run_copy / "checkpoint-2" / "trainer_state.json"
     state = json.loads(state_file.read_text())
-    del state["stateful_callbacks"]["RunRecord"]
+    del state["stateful_callbacks"]["RunRecord"], state["stateful_callbacks"]["TrainingClock"]
     state_file.write_text(json.dumps(state))
     values = {**SAVED, "max_steps": -1, "max_train_minutes": 0.01}
     trainer = make_trainer(make_target(), run_copy.parent, **values)
     trainer.add_callback(StopAt(4))
     seen: list[float] = []
-    trainer.add_callback(RecordElapsed(trainer.time_budget, seen))
+    trainer.add_callback(RecordElapsed(trainer.clock, seen))
     trainer.train(resume_from_checkpoint=True)
     assert seen[0] == 0
     state = json.loads((run_copy / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["RunRecord"]["args"]["anchors_per_sample"] == 8
-    assert state["stateful_callbacks"]["TimeBudget"]["attributes"]["elapsed_s"] > 0
+    assert state["stateful_callbacks"]["TrainingClock"]["attributes"]["elapsed_s"] > 0
 
 
 # ---- what learns nothing ----
@@ -216,7 +216,7 @@ def test_a_draft_that_was_accepted_once_is_not_warned_of(warnings):
 
 
 def test_with_a_time_budget_the_warmup_is_a_share_of_it(warnings):
-    budget = SimpleNamespace(progress=0.4)
+    budget = SimpleNamespace(minutes=1.0, progress=0.4)
     watch = AcceptanceWatch(budget)
     assert feed(watch, [1.0] * 10) == []
     budget.progress = 0.6

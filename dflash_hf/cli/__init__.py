@@ -13,6 +13,7 @@ from .bench import bench
 from .chat import chat
 from .check import check
 from .convert import convert
+from .curves import curves
 from .demo import demo
 from .generate import generate
 from .inspect import inspect
@@ -37,6 +38,7 @@ app.command()(chat)
 app.command()(regenerate)
 app.command()(prepare)
 app.command()(inspect)
+app.command()(curves)
 app.command()(convert)
 app.command()(check)
 app.command()(push)

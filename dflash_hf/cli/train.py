@@ -179,4 +179,5 @@ def train(context: typer.Context) -> None:
     console.print(f"Draft saved in {args.output_dir}.")
     if eval_rows is not None:
         console.print(f"Held-out rows: {describe_acceptance(trainer.evaluate())}.")
+    trainer.save_state()
     trainer.create_model_card(dataset_tags=hub_id_or_folder(pair.dataset)[0])

@@ -40,8 +40,8 @@ class LiveProgress(TrainerCallback):
             self.progress.start()
 
     def _share(self, state: Any) -> float:
-        budget = self.trainer.time_budget
-        return budget.progress if budget is not None else state.global_step / max(state.max_steps, 1)
+        clock = self.trainer.clock
+        return clock.progress if clock.minutes is not None else state.global_step / max(state.max_steps, 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.task is not None:

@@ -1,0 +1,36 @@
+"""`dflash-hf curves`: what more minutes and more rows of training bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..learning_curves import draw_curves, read_curve, write_curves
+
+
+def curves(
+    runs: Annotated[list[Path], typer.Argument(help="Output folders of training runs, finished or not.")],
+    out: Annotated[Path, typer.Option(help="PNG to draw; the numbers go beside it as JSON.")] = Path("curves.png"),
+) -> None:
+    """Show acceptance on held-out rows over the minutes of training runs, and over the rows they learned from."""
+    read = [read_curve(folder) for folder in runs]
+    table = Table("run", "rows", "steps", "minutes", "acceptance length, a block", "when serving")
+    for curve in read:
+        last = curve.last
+        serving = "–" if last.serving_accept_len is None else f"{last.serving_accept_len:.2f}"
+        rows = "–" if curve.num_rows is None else f"{curve.num_rows:,}"
+        table.add_row(curve.name, rows, f"{last.step:,}", f"{last.minutes:.1f}", f"{last.accept_len:.2f}", serving)
+    console = Console()
+    console.print(table)
+    numbers = out.with_suffix(".json")
+    write_curves(read, numbers)
+    try:
+        draw_curves(read, out)
+    except ImportError:
+        console.print(f"Numbers: {numbers}. For the picture: pip install matplotlib.", soft_wrap=True)
+        return
+    console.print(f"Picture: {out}. Numbers: {numbers}.", soft_wrap=True)
