@@ -8,9 +8,9 @@ from conftest import error_line
 
 from dflash_hf.learning_curves import CurvePoint, LearningCurve, draw_curves, points_in, read_curve
 
-TRAINING = ["--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1", "--block_size",
-            "4", "--num_target_layers", "2", "--learning_rate", "1e-3", "--eval_strategy", "steps", "--eval_steps", "2",
-            "--eval_rows", "2", "--max_steps", "4"]  # fmt: skip
+TRAINING = ["--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3",
+            "--draft_layers", "1", "--block_size", "4", "--num_target_layers", "2", "--max_steps", "4",
+            "--eval_strategy", "steps", "--eval_steps", "2", "--eval_rows", "2"]  # fmt: skip
 
 
 def write_log(folder: Path, history: list[dict]) -> Path:
