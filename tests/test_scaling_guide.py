@@ -83,7 +83,10 @@ def cells(target: PreTrainedConfig) -> dict[str, str]:
         "weights of the target": f"{of_target / 1e9:.1f} billion",
         "weights of the draft": f"{of_draft / 1e9:.2f} billion",
         "states of a token": f"{2 * taps * hidden / 1000:.1f} kB",
-        **{name: f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:.0f} GB" for name, count in numbers.items()},
+        **{
+            name: f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:.0f} GB"
+            for name, count in numbers.items()
+        },
     }
 
 
