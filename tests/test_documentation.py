@@ -118,7 +118,7 @@ def run_in_a_process_group(script: str, folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert (folder / "draft" / "model.safetensors").is_file()
+    assert (folder / "draft" / "training_args.bin").is_file()  # it was trained
 
 
 def test_blocks_that_are_not_run_are_there():

@@ -18,20 +18,13 @@ TABLE_OF_ARGUMENTS = "<!-- arguments -->"
 def on_files(files: Files, *, config: Any) -> Files:
     """Put the folders beside docs/ on the site."""
     for path in sorted(path for folder in BESIDE for path in (ROOT / folder).rglob("*") if path.is_file()):
-        name = _site_name(path.relative_to(ROOT).as_posix())
-        files.append(File.generated(config, name, abs_src_path=str(path)))
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
-
-
-def _site_name(name: str) -> str:
-    return name + ".txt" if name.endswith(".md") else name  # the card of a repository is no page of the site
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Lead `../notebooks/x.ipynb` to the copy on the site, and write the table of arguments."""
-    markdown = re.sub(
-        rf"\]\(\.\./((?:{'|'.join(BESIDE)})/[^)#]*)", lambda match: f"]({_site_name(match[1])}", markdown
-    )
+    markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})/", r"](\1/", markdown)
     return markdown.replace(TABLE_OF_ARGUMENTS, _table_of_arguments()) if TABLE_OF_ARGUMENTS in markdown else markdown
 
 
@@ -53,8 +46,8 @@ def on_env(env: Any, *, config: Any, files: Files) -> None:
     entries: dict[str, str] = {}
     for page in pages:
         for name in re.findall(r'id="(dflash_hf\.[\w.]+)"', page.content):
-            for parts in (1, 2):  # function, or Class.method
-                entries.setdefault(".".join(name.split(".")[-parts:]), f"{page.url}#{name}")
+            owner, last = name.split(".")[-2:]
+            entries.setdefault(f"{owner}.{last}" if owner[0].isupper() else last, f"{page.url}#{name}")
     for page in pages:
         page.content = _link_names(page.content, page.url, entries)
 
