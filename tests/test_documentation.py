@@ -207,6 +207,26 @@ def test_yaml_blocks_name_arguments_of_training(path):
         assert set(yaml.safe_load(block)) <= known
 
 
+@pytest.mark.parametrize("name", ["hyperparameters.md", "scaling.md"])
+def test_arguments_named_in_the_guides_exist(name):
+    known = {*DraftAndDataArguments.__dataclass_fields__, *DFlashTrainingArguments.__dataclass_fields__}
+    others = {"accept_len", "eval_accept_len", "eval_serving_accept_len", "num_hidden_layers", "target_layer_ids"}
+    others |= {"fully_shard", "device_map"}
+    text = FENCED.sub("", (ROOT / "docs" / name).read_text())
+    named = set(re.findall(r"`([a-z]+_[a-z_0-9]+)(?:[=:][^`]*)?`", text))
+    assert named - others <= known
+    assert len(named & known) > 5
+
+
+def test_defaults_in_the_guide_to_hyperparameters_are_those_of_the_package():
+    fields = {**DFlashTrainingArguments.__dataclass_fields__, **DraftAndDataArguments.__dataclass_fields__}
+    text = (ROOT / "docs" / "hyperparameters.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`(?: \(`\w+`\))? \| (\w+) \|", text, flags=re.MULTILINE)
+    told = {name: {"off": "False"}.get(value, value) for name, value in rows if value.isdigit() or value == "off"}
+    assert told == {name: str(fields[name].default) for name in told}
+    assert len(told) >= 7
+
+
 # ---- README and site ----
 
 
