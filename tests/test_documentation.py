@@ -16,6 +16,7 @@ import yaml
 from conftest import make_draft
 from transformers import AutoModelForCausalLM
 
+import dflash_hf
 from dflash_hf.cli import app
 from dflash_hf.cli.train import DraftAndDataArguments
 from dflash_hf.training_args import DFlashTrainingArguments
@@ -252,11 +253,14 @@ def test_the_overview_leads_to_every_guide():
     assert guides == set(re.findall(r"\]\((\w+\.md)\)", text))
 
 
-def test_public_names_are_in_the_reference():
-    import dflash_hf
-
+def test_public_names_and_those_that_pages_import_are_in_the_reference():
     text = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
-    assert set(re.findall(r"^::: dflash_hf\.(\w+)$", text, flags=re.MULTILINE)) >= set(dflash_hf.__all__)
+    entries = set(re.findall(r"^::: (dflash_hf\.[\w.]+)$", text, flags=re.MULTILINE))
+    assert entries >= {f"dflash_hf.{name}" for name in dflash_hf.__all__}
+    code = "\n".join(block for page in PAGES for block in blocks(page, "python"))
+    for module, names in re.findall(r"^from (dflash_hf(?:\.\w+)?) import (.*)$", code, flags=re.MULTILINE):
+        for name in names.split(", "):
+            assert entries & {module, f"{module}.{name}", f"dflash_hf.{name}"}, (module, name)
 
 
 def test_the_site_builds_without_a_warning_and_its_names_are_links(tmp_path):
