@@ -21,10 +21,12 @@ def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
 
     Raises:
         FileNotFoundError: it looks like a file and is none.
-        ValueError: the file cannot be parsed.
+        ValueError: the file cannot be parsed, or the folder has files that no split would take.
     """
     path = Path(name)
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix)
+    if path.is_dir() and not (path / "README.md").is_file():  # whose card may say which files are rows
+        _check_that_all_files_are_read(path, config)
     if kind is None or path.is_dir():
         return datasets.load_dataset(name, config, split=split)
     if not path.is_file():
@@ -38,3 +40,19 @@ def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
     except datasets.exceptions.DatasetGenerationError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"The data file {name} cannot be read as {kind}: {reason}") from error
+
+
+def _check_that_all_files_are_read(folder: Path, config: str | None) -> None:
+    """One file with the name of a split in its own, `gsm8k-train.jsonl`, makes `datasets` pass over all others."""
+    splits: dict[str, list[str]] = dict(datasets.load_dataset_builder(str(folder), config).config.data_files or {})
+    taken = {Path(file) for files in splits.values() for file in files}
+    kinds = {file.suffix for file in taken}
+    left_out = [file.name for file in sorted(folder.resolve().iterdir()) if file.suffix in kinds and file not in taken]
+    if left_out:
+        found = "; ".join(
+            f"{split}: {', '.join(Path(file).name for file in files)}" for split, files in splits.items()
+        )
+        raise ValueError(
+            f"The folder {folder} has files that belong to no split: {', '.join(left_out)}. Names decide ({found}). "
+            "Name them all after splits (train-1.jsonl, train-2.jsonl), or none, or give one file."
+        )
