@@ -24,6 +24,7 @@ def executed(path: Path, folder: Path, cell_timeout_s: int | None = None) -> nbf
     client = NotebookClient(
         notebook,
         timeout=cell_timeout_s,
+        startup_timeout=300,
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
