@@ -9,7 +9,7 @@ import pytest
 from nbformat import NotebookNode
 from notebook_runs import NOTEBOOKS, executed
 
-CELL_TIMEOUT_S = 300  # a whole notebook takes half a minute; machines that run tests are shared
+CELL_TIMEOUT_S = 300  # a whole notebook takes less than a minute; machines that run tests are shared
 MAX_FILE_BYTES = 400_000
 MAX_CELL_LINES = 25
 MAX_COLUMNS = 119
