@@ -7,11 +7,9 @@ import pkgutil
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 from conftest import make_draft
-from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM
 
 import dflash_hf
@@ -136,10 +134,10 @@ def test_readme_opens_with_the_two_set_up_commands_and_stays_short():
     assert len(text.splitlines()) <= 200
 
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "notebooks" / "README.md"]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_to_files_lead_somewhere(path):
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
     assert all(link.startswith("https://") or (path.parent / link).exists() for link in links)
@@ -236,13 +234,3 @@ def test_readme_shell_flags_exist():
     flags = re.findall(r"--(\w+)", command)
     assert flags
     assert set(flags) <= known
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebook_runs_from_top_to_bottom_and_keeps_its_outputs(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny models lose more to threads than they gain
-    notebook = nbformat.read(path, as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert any(cell.outputs for cell in code)
-    assert not any(output.output_type == "error" for cell in code for output in cell.outputs)
-    NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
