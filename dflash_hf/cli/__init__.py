@@ -14,6 +14,7 @@ from .chat import chat
 from .check import check
 from .convert import convert
 from .demo import demo
+from .eval import evaluate
 from .generate import generate
 from .inspect import inspect
 from .prepare import prepare
@@ -34,6 +35,7 @@ app.command(
 )(train)
 app.command()(generate)
 app.command()(chat)
+app.command("eval")(evaluate)
 app.command()(regenerate)
 app.command()(prepare)
 app.command()(inspect)
