@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from .card_words import code, table_cell
@@ -13,13 +14,13 @@ from .suite_results import MacroMean, SetResult, Setting
 MISSING = "–"
 MEAN_LABEL = "mean of the sets"
 CONTENTION = (
-    "Several processes shared a machine: acceptance and exactness stand, speeds and speed-ups are not to be trusted. "
-    "Measure those with one process on a quiet machine."
+    "Several processes measured at the same time: where they share a machine, speeds and speed-ups are not to be "
+    "trusted (acceptance and exactness are). Measure speed with one process on a quiet machine."
 )
 DEFINITIONS = {
     "acceptance length": "tokens committed per verify pass of the target, the target's own bonus token counted: 1 is "
-    "useless, the block size is perfect. Mean over all passes with a draft of a set; in brackets the 95 % interval of "
-    "a bootstrap over conversations (1,000 resamples). The first token of an answer comes from the prompt's pass and "
+    "useless, the block size is perfect. Mean over all passes with a draft of a set, with the 95 % interval of a "
+    "bootstrap over conversations (1,000 resamples). The first token of an answer comes from the prompt's pass and "
     "is not counted; a pass in which an answer ends counts what the answer took.",
     "slots 1 … k": "share of the passes that verified slots 1 … k in which all of them were accepted.",
     "tokens/s": "all new tokens over all seconds of generation, the prompt's pass (prefill) included.",
@@ -44,9 +45,14 @@ def terminal_table(results: Sequence[SetResult], mean: MacroMean) -> Table:
     Returns:
         `rich.table.Table`
     """
-    table = Table(title=mean.setting.label, caption="acceptance length: tokens a verify pass, bonus token counted")
+    table = Table(
+        title=mean.setting.label,
+        caption="acceptance length: tokens committed a verify pass, the bonus token counted",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for index, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index != 2)
+        table.add_column(name, justify="left" if index == 0 else "right")
     for result in results:
         table.add_row(*_cells(result))
     if len(results) > 1:
@@ -84,8 +90,9 @@ def markdown_report(record: Mapping[str, Any], results: Sequence[SetResult], mea
 
 
 _COLUMNS = (
-    "set", "prompts", "acceptance length", "plain tokens/s", "with the draft", "speed-up", "identical", "cut",
-)  # fmt: skip
+    *("set", "prompts", "acceptance length", "95 % interval", "plain tokens/s", "drafted tokens/s", "speed-up"),
+    *("identical", "cut"),
+)
 
 
 def _cells(result: SetResult) -> list[str]:
@@ -94,7 +101,8 @@ def _cells(result: SetResult) -> list[str]:
     return [
         result.title,
         _prompts(result.num_prompts, result.num_answers),
-        _form(result.accept_len) + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""),
+        _form(result.accept_len),
+        f"{interval[0]:.2f}–{interval[1]:.2f}" if interval else MISSING,
         f"{result.plain_tokens_per_s:.1f}",
         f"{result.drafted_tokens_per_s:.1f}",
         f"{result.speed_up:.2f}×",
@@ -108,6 +116,7 @@ def _mean_cells(mean: MacroMean) -> list[str]:
         MEAN_LABEL,
         _prompts(mean.num_prompts, mean.num_answers),
         _form(mean.accept_len),
+        MISSING,
         _form(mean.plain_tokens_per_s, "{:.1f}"),
         _form(mean.drafted_tokens_per_s, "{:.1f}"),
         _form(mean.speed_up, "{:.2f}×"),
@@ -143,7 +152,7 @@ def _details(results: Sequence[SetResult], mean: MacroMean) -> list[str]:
     histogram = [
         [
             result.title,
-            *(f"{_share(count, result.num_passes)} ({count})" for count in result.committed_histogram),
+            *(_share(count, result.num_passes) for count in result.committed_histogram),
             *[MISSING] * (len(counts) - len(result.committed_histogram)),
         ]
         for result in results
@@ -161,7 +170,7 @@ def _details(results: Sequence[SetResult], mean: MacroMean) -> list[str]:
     return [
         "Passes that accepted all of slots 1 … k:",
         markdown_table(["k", *slots], by_slot),
-        "Passes by the tokens they committed (share and number):",
+        "Passes by the tokens they committed:",
         markdown_table(["tokens", *counts], histogram),
         "Acceptance length of the passes that began after so many tokens of the answer (number of passes):",
         markdown_table(["tokens before", *positions], along),
