@@ -52,7 +52,7 @@ def terminal_table(results: Sequence[SetResult], mean: MacroMean) -> Table:
         pad_edge=False,
     )
     for index, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if index == 0 else "right")
+        table.add_column(name.replace(" ", "\n"), justify="left" if index == 0 else "right", no_wrap=True)
     for result in results:
         table.add_row(*_cells(result))
     if len(results) > 1:

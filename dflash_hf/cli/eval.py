@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import datasets
+import torch
 import typer
 from accelerate import PartialState
 from rich.console import Console
@@ -76,7 +77,7 @@ def evaluate(
     """Measure a draft on prompt sets, beside plain decoding. Run the same again after an interrupt: it goes on."""
     if card and not Path(draft).is_dir():
         raise ValueError(f"--card writes into the folder of the draft, and --draft {draft!r} is none. Leave it out.")
-    state = PartialState(timeout=LONGEST_WAIT)
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=LONGEST_WAIT)
     console = Console(quiet=not state.is_main_process)
     if not console.is_terminal:
         console = Console(width=110, quiet=not state.is_main_process)
