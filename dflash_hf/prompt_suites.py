@@ -15,7 +15,6 @@ from .row_files import load_rows
 
 MATHS = "{}\n\nReason step by step, and put the final answer in \\boxed{{}}."
 PYTHON_FUNCTION = "Complete this Python function, and answer with the whole function:\n\n```python\n{}\n```"
-PYTHON_TASK = "{}\n\nAnswer with Python code."
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ HUB_PROMPTS = {
     "gsm8k": HubPrompts("GSM8K", "openai/gsm8k", "main", "test", "question", MATHS),
     "math500": HubPrompts("MATH-500", "HuggingFaceH4/MATH-500", None, "test", "problem", MATHS),
     "humaneval": HubPrompts("HumanEval", "openai/openai_humaneval", None, "test", "prompt", PYTHON_FUNCTION),
-    "mbpp": HubPrompts("MBPP", "google-research-datasets/mbpp", "sanitized", "test", "prompt", PYTHON_TASK),
+    "mbpp": HubPrompts("MBPP", "google-research-datasets/mbpp", "sanitized", "test", "prompt"),
     "mt-bench": HubPrompts("MT-Bench", "HuggingFaceH4/mt_bench_prompts", None, "train", "prompt"),
 }
 SUITES = {"standard": tuple(HUB_PROMPTS)}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from conftest import error_line, make_draft, make_target
 from test_prompt_suites import NAMES, write_prompts
 from transformers import AutoModelForCausalLM
 
+from dflash_hf.cli import app
 from dflash_hf.model_card import DraftCard
+from dflash_hf.prompt_suites import HUB_PROMPTS
 from dflash_hf.suite_journal import SuiteJournal
 
 PICTURES = ["eval_along.png", "eval_slots.png", "eval_speed.png"]
@@ -217,3 +221,22 @@ def test_other_weights_or_settings_for_a_folder_of_results_are_refused(run, pair
     code, _, err = run(*arguments, "--max-new-tokens", 4, "--out", out)
     assert code == 1
     assert "other settings: draft weights " in error_line(err)
+
+
+def test_options_in_the_guide_are_those_of_the_command():
+    text = (Path(__file__).parent.parent / "docs" / "evaluation.md").read_text()
+    cells = [line.split("|")[1] for line in text.split("| Option | What |\n")[1].split("\n\n")[0].splitlines()[1:]]
+    named = [option for cell in cells for option in re.findall(r"--[a-z-]+", cell)]
+    command = typer.main.get_command(app).commands["eval"]
+    known = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    assert sorted(named) == sorted(known)
+    assert set(re.findall(r"--[a-z-]+[a-z]", text)) <= known | {"--nproc-per-node", "--num"}
+
+
+def test_sets_in_the_guide_are_those_of_the_package():
+    text = (Path(__file__).parent.parent / "docs" / "evaluation.md").read_text()
+    rows = [
+        line.split("|") for line in text.split("\n## Sets\n")[1].split("\n## ")[0].splitlines() if line[:3] == "| `"
+    ]
+    named = {row[1].strip(" `"): row[2].replace("`", "").strip() for row in rows}
+    assert named == {name: hub.source for name, hub in HUB_PROMPTS.items()}

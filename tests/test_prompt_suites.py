@@ -86,7 +86,7 @@ def test_prompts_of_the_hub_are_worded_and_turns_are_left_as_they_are(monkeypatc
         "humaneval": [
             "Complete this Python function, and answer with the whole function:\n\n```python\ndef f():\n```"
         ],
-        "mbpp": ["Write it.\n\nAnswer with Python code."],
+        "mbpp": ["Write it."],
         "mt-bench": ["Tell.", "Again."],
     }
     assert asked == [
