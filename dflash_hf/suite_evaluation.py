@@ -218,9 +218,9 @@ class SuiteEvaluation:
         words = f"{self.settings.seed} {batch.key(turn)}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest()))
         generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
+        statistics: Any = None
         if draft is None:
             sequences, seconds = timed(self.target.device, lambda: generate(**arguments))
-            statistics = None
         else:
             output, seconds = timed(
                 self.target.device,

@@ -66,7 +66,7 @@ def markdown_report(record: Mapping[str, Any], results: Sequence[SetResult], mea
     A Markdown file that can be read alone.
 
     Args:
-        record (`Mapping`): see [`suite_record`].
+        record (`Mapping`): of a [`SuiteOutput`]: what was measured, where and how.
         results (`Sequence[SetResult]`), means (`Sequence[MacroMean]`): the numbers.
 
     Returns:

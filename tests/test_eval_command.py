@@ -167,8 +167,9 @@ def test_a_card_that_somebody_edited_is_kept(run, pair, own, tmp_path):
     target, draft = pair
     (Path(draft) / "README.md").write_text("# Mine\n")
     arguments = ("--target", target, "--draft", draft, "--prompts", own, "--temperatures", 0, *QUICK)
-    code, _, err = run("eval", *arguments, "--out", tmp_path / "results", "--card")
+    code, stdout, err = run("eval", *arguments, "--out", tmp_path / "results", "--card")
     assert code == 0, err
+    assert "README.md is not ours as it is, and is kept." in stdout
     assert (Path(draft) / "README.md").read_text() == "# Mine\n"
     assert DraftCard.from_folder(draft).suite.dtype == "float32"
 

@@ -86,9 +86,7 @@ def evaluate(
         temperatures=values_between_commas("--temperatures", temperatures, float),
         thinking=thinking,
         batch_sizes=values_between_commas("--batch-sizes", batch_sizes, int),
-        block_size={"trained": None, "auto": "auto"}[block_size]
-        if block_size in ("trained", "auto")
-        else values_between_commas("--block-size", block_size, int)[0],
+        block_size=_block_size(block_size),
         seed=seed,
     )
     datasets.disable_progress_bars()
@@ -123,10 +121,21 @@ def evaluate(
             output = collect(evaluation, journal, command)
             reason = output.write(out)
             _show(output, reason, out, console)
-            if card and output.record["is_complete"] and write_suite_card(draft, output, out):
-                console.print(f"The model card of the draft has them, too: {Path(draft) / CARD_NAME}.", soft_wrap=True)
+            if card and output.record["is_complete"]:
+                readme = Path(draft) / CARD_NAME
+                words = (
+                    "has them, too" if write_suite_card(draft, output, out) else "is not ours as it is, and is kept"
+                )
+                console.print(f"{readme} {words}.", highlight=False, soft_wrap=True)
     if not is_whole:
         raise typer.Exit(INTERRUPTED)
+
+
+def _block_size(word: str) -> int | str | None:
+    if word in ("trained", "auto"):
+        return None if word == "trained" else word
+    (size,) = values_between_commas("--block-size", word, int)[:1]
+    return size
 
 
 def _run(
