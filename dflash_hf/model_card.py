@@ -123,7 +123,8 @@ class Protocol:
 @dataclass(frozen=True)
 class DraftCard:
     """
-    All facts of a draft's model card. What is `None` (or empty, where several are possible) prints "not recorded".
+    All facts of a draft's model card. What is `None` (or empty, where several are possible) prints "not recorded",
+    except for `suite`.
 
     Args:
         config ([`DFlashConfig`]): block size, tapped layers, mask token, geometry, target revision.

@@ -47,7 +47,7 @@ def terminal_table(results: Sequence[SetResult], mean: MacroMean) -> Table:
     """
     table = Table(
         title=mean.setting.label,
-        caption="acceptance length: tokens committed a verify pass, the bonus token counted",
+        caption="acceptance length: tokens a verify pass commits, bonus token counted; speed-up: median of the prompts",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -90,7 +90,7 @@ def markdown_report(record: Mapping[str, Any], results: Sequence[SetResult], mea
 
 
 _COLUMNS = (
-    *("set", "prompts", "acceptance length", "95 % interval", "plain tokens/s", "drafted tokens/s", "speed-up"),
+    *("set", "prompts", "acceptance length", "95\u00a0% interval", "plain tokens/s", "drafted tokens/s", "speed-up"),
     *("identical", "cut"),
 )
 
