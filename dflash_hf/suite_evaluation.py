@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .answer_pairs import AnswerPair, Setting
 from .decoding import speculative_generate
 from .evaluation import chat_inputs, timed
 from .modeling_dflash import DFlashDraftModel
 from .pair_decoding import PairDecoding
 from .prompt_suites import PromptSet
-from .suite_results import AnswerPair, Setting
 
 THINKING = ("both", "on", "off")
 WARM_UP_TOKENS = 16

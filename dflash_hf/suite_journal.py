@@ -15,8 +15,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
+from .answer_pairs import AnswerPair
 from .row_shards import append_line, replace_file
-from .suite_results import AnswerPair
 
 SETTINGS, LOCK = "settings.json", ".lock"
 JOURNALS = "answers-*.jsonl"  # one a process

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .answer_pairs import AnswerPair
 from .model_card import DraftCard, write_model_card
 from .row_shards import replace_file, target_label
 from .suite_card import MeasuredSuite, SuiteRow
@@ -16,7 +17,7 @@ from .suite_evaluation import SuiteEvaluation
 from .suite_journal import SuiteJournal, model_digest
 from .suite_pictures import draw_pictures
 from .suite_report import CONTENTION, DEFINITIONS, MEAN_LABEL, markdown_report
-from .suite_results import AnswerPair, MacroMean, SetResult, macro_means, summarize_all
+from .suite_results import MacroMean, SetResult, macro_means, summarize_all
 
 RESULTS, REPORT = "results.json", "results.md"
 _LONG_FIELDS = ("plain_token_ids", "drafted_token_ids")  # in the journal alone

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .suite_results import SetResult, Setting
+from .answer_pairs import Setting
+from .suite_results import SetResult
 
 SLOTS, SPEED, ALONG = "eval_slots.png", "eval_speed.png", "eval_along.png"
 PICTURES = {

@@ -8,8 +8,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from .answer_pairs import Setting
 from .card_words import code, table_cell
-from .suite_results import MacroMean, SetResult, Setting
+from .suite_results import MacroMean, SetResult
 
 MISSING = "–"
 MEAN_LABEL = "mean of the sets"
@@ -47,7 +48,7 @@ def terminal_table(results: Sequence[SetResult], mean: MacroMean) -> Table:
     """
     table = Table(
         title=mean.setting.label,
-        caption="acceptance length: tokens a verify pass commits, bonus token counted; speed-up: median of the prompts",
+        caption="acceptance length: tokens a verify pass commits, bonus token counted; speed-up: median",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
