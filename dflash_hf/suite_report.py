@@ -13,12 +13,14 @@ from .card_words import code, table_cell
 from .suite_results import MacroMean, SetResult
 
 MISSING = "–"
-MEAN_LABEL = "mean of the sets"
+MEAN_LABEL = "mean of sets"
 CONTENTION = (
     "Several processes measured at the same time: where they share a machine, speeds and speed-ups are not to be "
     "trusted (acceptance and exactness are). Measure speed with one process on a quiet machine."
 )
 DEFINITIONS = {
+    "answers": "turns of the prompts: a conversation of two turns has two answers.",
+    "new tokens": "of the answers with the draft.",
     "acceptance length": "tokens committed per verify pass of the target, the target's own bonus token counted: 1 is "
     "useless, the block size is perfect. Mean over all passes with a draft of a set, with the 95 % interval of a "
     "bootstrap over conversations (1,000 resamples). The first token of an answer comes from the prompt's pass and "
@@ -101,7 +103,7 @@ def _cells(result: SetResult) -> list[str]:
     same = MISSING if result.num_identical is None else f"{result.num_identical}/{result.num_answers}"
     return [
         result.title,
-        _prompts(result.num_prompts, result.num_answers),
+        str(result.num_prompts),
         _form(result.accept_len),
         f"{interval[0]:.2f}–{interval[1]:.2f}" if interval else MISSING,
         f"{result.plain_tokens_per_s:.1f}",
@@ -115,7 +117,7 @@ def _cells(result: SetResult) -> list[str]:
 def _mean_cells(mean: MacroMean) -> list[str]:
     return [
         MEAN_LABEL,
-        _prompts(mean.num_prompts, mean.num_answers),
+        str(mean.num_prompts),
         _form(mean.accept_len),
         MISSING,
         _form(mean.plain_tokens_per_s, "{:.1f}"),
@@ -126,8 +128,8 @@ def _mean_cells(mean: MacroMean) -> list[str]:
     ]
 
 
-def _prompts(num_prompts: int, num_answers: int) -> str:
-    return f"{num_prompts}" if num_prompts == num_answers else f"{num_prompts} ({num_answers} turns)"
+def _with_counts(cells: Sequence[str], numbers: SetResult | MacroMean) -> list[str]:
+    return [*cells[:2], str(numbers.num_answers), f"{numbers.num_drafted_tokens:,}", *cells[2:]]
 
 
 def _form(value: float | None, form: str = "{:.2f}") -> str:
@@ -139,10 +141,11 @@ def _heading(setting: Setting) -> str:
 
 
 def _main_table(results: Sequence[SetResult], mean: MacroMean) -> str:
-    rows = [_cells(result) for result in results]
+    head = [*_COLUMNS[:2], "answers", "new tokens", *_COLUMNS[2:]]
+    rows = [_with_counts(_cells(result), result) for result in results]
     if len(results) > 1:
-        rows.append([f"**{cell}**" for cell in _mean_cells(mean)])
-    return markdown_table(_COLUMNS, rows)
+        rows.append([f"**{cell}**" for cell in _with_counts(_mean_cells(mean), mean)])
+    return markdown_table(head, rows)
 
 
 def _details(results: Sequence[SetResult], mean: MacroMean) -> list[str]:

@@ -90,7 +90,7 @@ class MacroMean:
 
     Args:
         setting ([`Setting`]): how they were decoded.
-        num_sets, num_prompts, num_answers (`int`): what is in the mean.
+        num_sets, num_prompts, num_answers, num_drafted_tokens (`int`): what is in the mean.
         accept_len, speed_up, plain_tokens_per_s, drafted_tokens_per_s, identical_share (`float`, *optional*): means.
         slot_acceptance (`list[float | None]`): means, slot by slot.
         num_cut (`int`): sum.
@@ -100,6 +100,7 @@ class MacroMean:
     num_sets: int
     num_prompts: int
     num_answers: int
+    num_drafted_tokens: int
     accept_len: float | None
     speed_up: float | None
     plain_tokens_per_s: float | None
@@ -222,6 +223,7 @@ def macro_means(results: Sequence[SetResult]) -> list[MacroMean]:
                 num_sets=len(same),
                 num_prompts=sum(result.num_prompts for result in same),
                 num_answers=sum(result.num_answers for result in same),
+                num_drafted_tokens=sum(result.num_drafted_tokens for result in same),
                 accept_len=_mean(result.accept_len for result in same),
                 speed_up=_mean(result.speed_up for result in same),
                 plain_tokens_per_s=_mean(result.plain_tokens_per_s for result in same),

@@ -57,7 +57,7 @@ def test_the_standard_suite_is_measured_written_and_put_into_the_card(run, pair,
     arguments = ("eval", "--target", target, "--draft", draft, "--prompts-folder", folder, "--limit", 2, *QUICK)
     code, stdout, err = run(*arguments, "--out", out, "--card")
     assert code == 0, err
-    for words in ("greedy, batch 1", "T = 1, batch 1", "GSM8K", "MT-Bench", "mean of the sets", "bonus token counted"):
+    for words in ("greedy, batch 1", "T = 1, batch 1", "GSM8K", "MT-Bench", "mean of sets", "bonus token counted"):
         assert words in stdout
     assert sorted(path.name for path in out.iterdir() if path.suffix == ".png") == PICTURES
     results = results_of(out)
@@ -83,7 +83,7 @@ def test_the_standard_suite_is_measured_written_and_put_into_the_card(run, pair,
     card = (Path(draft) / "README.md").read_text()
     section = card.split("\n## Measured: suite\n")[1].split("\n## ")[0]
     assert "| GSM8K | greedy, batch 1 | " in section
-    assert "| mean of the sets | T = 1, batch 1 | " in section
+    assert "| mean of sets | T = 1, batch 1 | " in section
     assert all(f"]({name})" in section and (Path(draft) / name).is_file() for name in PICTURES)
     assert DraftCard.from_folder(draft).suite.rows[0].num_prompts == 2
     for text in (report, card, json.dumps(results), (out / "settings.json").read_text()):
