@@ -143,6 +143,7 @@ def generate_timed(
     generate: Any = target.generate  # a mixin's method, which type checkers do not see
     if draft is not None and own_loop:
         arguments: dict[str, Any] = {**inputs, **kwargs}
+        drafted: Any  # with its statistics
         drafted, seconds = timed(target.device, lambda: speculative_generate(target, draft, **arguments))
         token_ids = drafted.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return Generation(token_ids, seconds, drafted.statistics.committed[0])

@@ -27,6 +27,8 @@ from .loading import load_target_of
 from .options import values_between_commas
 
 DEFAULTS = SuiteSettings()
+BATCH_SIZES = ",".join(map(str, DEFAULTS.batch_sizes))
+TEMPERATURES = ",".join(format(value, "g") for value in DEFAULTS.temperatures)
 INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 LONGEST_WAIT = timedelta(days=7)  # of a process for the slowest one
 PROMPTS, ANSWERS = "Prompts", "Answers"
@@ -59,14 +61,14 @@ def evaluate(
     ] = DEFAULTS.max_new_tokens,
     temperatures: Annotated[
         str, typer.Option(help="0 decodes greedily, above 0 samples.", rich_help_panel=ANSWERS)
-    ] = ",".join(format(value, "g") for value in DEFAULTS.temperatures),
+    ] = TEMPERATURES,
     thinking: Annotated[
         str,
         typer.Option(help="both, on or off, where the chat template has enable_thinking.", rich_help_panel=ANSWERS),
     ] = THINKING[0],
     batch_sizes: Annotated[
         str, typer.Option(help="Conversations decoded together.", rich_help_panel=ANSWERS)
-    ] = ",".join(map(str, DEFAULTS.batch_sizes)),
+    ] = BATCH_SIZES,
     block_size: Annotated[
         str, typer.Option(help="Slots to verify: a number, 'trained' or 'auto'.", rich_help_panel=ANSWERS)
     ] = "trained",
