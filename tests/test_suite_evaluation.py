@@ -75,6 +75,19 @@ def test_rows_of_a_batch_start_where_they_do_alone(tokenizer):
         assert together.starts[row] in (pair.starts[0], [*pair.starts[0], 12])
 
 
+def test_a_number_of_slots_that_is_chosen_on_the_way_keeps_the_text_and_the_places_of_its_passes(tokenizer):
+    target, draft, _ = make_pair(tokenizer)
+    own = make_set(*([prompt] for prompt in PROMPTS))
+    values = {"target": target, "draft": draft, "tokenizer": tokenizer, "max_new_tokens": 13}
+    evaluation = make_evaluation(own, block_size="auto", **values)
+    for pair in evaluation.run(evaluation.batches):
+        assert pair.drafted_token_ids == pair.plain_token_ids
+        ((committed, starts),) = zip(pair.committed, pair.starts, strict=True)
+        after = [start + count for start, count in zip(starts, committed, strict=True)]
+        # between two passes with a draft there may be tokens of passes without one
+        assert all(end <= start for end, start in zip(after, [*starts[1:], 13], strict=True))
+
+
 def test_an_end_token_ends_an_answer_that_is_not_cut(tokenizer):
     target, draft, sequences = make_pair(tokenizer)
     length = prompt_lengths(target, tokenizer)[0]

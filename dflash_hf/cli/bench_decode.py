@@ -23,13 +23,12 @@ from ..model_card import environment
 from ..modeling_dflash import DFlashDraftModel
 from ..prompts import read_prompts
 from .loading import load_target_of
-from .options import values_between_commas
+from .options import INTERRUPTED, values_between_commas
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"
 DEFAULTS = BenchmarkSettings()
 BATCH_SIZES = ",".join(map(str, DEFAULTS.batch_sizes))
 TEMPERATURES = ",".join(format(value, "g") for value in DEFAULTS.temperatures)
-INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
 def decode(

@@ -24,12 +24,11 @@ from ..suite_journal import SuiteJournal
 from ..suite_output import SuiteOutput, collect, suite_settings, write_suite_card
 from ..suite_report import CONTENTION, terminal_table
 from .loading import load_target_of
-from .options import values_between_commas
+from .options import INTERRUPTED, values_between_commas
 
 DEFAULTS = SuiteSettings()
 BATCH_SIZES = ",".join(map(str, DEFAULTS.batch_sizes))
 TEMPERATURES = ",".join(format(value, "g") for value in DEFAULTS.temperatures)
-INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 LONGEST_WAIT = timedelta(days=7)  # of a process for the slowest one
 PROMPTS, ANSWERS = "Prompts", "Answers"
 

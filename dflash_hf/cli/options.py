@@ -1,4 +1,4 @@
-"""Values of options that are more than a word."""
+"""Values of options that are more than a word, and what else commands share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 Value = TypeVar("Value")
 
 
