@@ -135,8 +135,10 @@ def evaluate(
 def _block_size(word: str) -> int | str | None:
     if word in ("trained", "auto"):
         return None if word == "trained" else word
-    (size,) = values_between_commas("--block-size", word, int)[:1]
-    return size
+    try:
+        return int(word)
+    except ValueError as error:
+        raise ValueError(f"--block-size {word!r} must be a number of slots, 'trained' or 'auto'.") from error
 
 
 def _run(
@@ -149,7 +151,7 @@ def _run(
     # no refreshing in the background: its thread would take time from what is measured
     live = Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
@@ -161,7 +163,6 @@ def _run(
     )
     journal.begin(run)
     num_passes = num_committed = num_done = 0
-    ratios: list[float] = []
     try:
         with live:
             task = live.add_task("", total=total, words="")
@@ -174,10 +175,7 @@ def _run(
                 num_done += 1
                 num_passes += sum(map(len, pair.committed))
                 num_committed += sum(map(sum, pair.committed))
-                ratios.append(pair.speed_up)
-                words = (
-                    f"acceptance length {num_committed / max(num_passes, 1):.2f}, last speed-up {pair.speed_up:.2f}×"
-                )
+                words = f"{num_committed / max(num_passes, 1):.2f} tokens a pass, last {pair.speed_up:.2f}×"
                 live.update(task, advance=1, words=words, refresh=True)
                 if not console.is_terminal and num_done * 20 // total > (num_done - 1) * 20 // total:
                     console.print(f"{num_done} of {total} answer pairs, {words}", highlight=False)  # a log file
