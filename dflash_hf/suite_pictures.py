@@ -53,10 +53,11 @@ def _of(results: Sequence[SetResult], setting: Setting) -> list[SetResult]:
     return [result for result in results if result.setting == setting]
 
 
-def _finish(axes: Any, setting: Setting) -> None:
+def _finish(axes: Any, setting: Setting, *, has_legend: bool = True) -> None:
     axes.set_title(setting.label, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    if has_legend:
+        axes.legend(fontsize=8, frameon=False)
 
 
 def _draw_slots(results: Sequence[SetResult], settings: Sequence[Setting]) -> Any:
@@ -105,6 +106,6 @@ def _draw_along(results: Sequence[SetResult], settings: Sequence[Setting]) -> An
         committed.set(xlabel="tokens committed by a pass (bonus token counted)", ylabel="% of passes")
         committed.set_ylim(bottom=0)
         committed.set_xticks(range(1, 1 + max(len(result.committed_histogram) for result in _of(results, setting))))
-        _finish(along, setting)
+        _finish(along, setting, has_legend=False)  # lines are all over it; its neighbour has the legend
         _finish(committed, setting)
     return figure
