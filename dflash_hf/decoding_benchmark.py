@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .decoding import PROPOSALS, speculative_generate
 from .decoding_runs import PHASES, DecodingRun, Method
 from .decoding_statistics import DecodingStatistics, Stopwatch
 from .evaluation import chat_inputs, committed_by_pass
 from .modeling_dflash import DFlashDraftModel
+from .pair_decoding import PairDecoding
 from .reference_decoder import ReferenceDecoder
 
 WARM_UP_TOKENS = 16
@@ -194,11 +195,7 @@ class DecodingBenchmark:
         settings.check(len(prompts), draft.config.block_size)
         self.target, self.draft, self.settings = target, draft, settings
         self.reference = ReferenceDecoder(draft) if settings.against_reference else None
-        given: Any = target.generation_config
-        end_token_ids = [] if given is None or given.eos_token_id is None else given.eos_token_id
-        self.end_token_ids = end_token_ids if isinstance(end_token_ids, list) else [end_token_ids]
-        padding = [tokenizer.pad_token_id, *self.end_token_ids, 0]
-        self.pad_token_id = next(token_id for token_id in padding if token_id is not None)
+        self.decoding = PairDecoding(target, tokenizer)
         self.rows = [
             chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)["input_ids"][0]
             for prompt in prompts
@@ -229,11 +226,7 @@ class DecodingBenchmark:
             [`DecodingRun`], one a call.
         """
         say = on_start or (lambda words: None)
-        own_settings = self.target.generation_config
-        self.target.generation_config = GenerationConfig(
-            eos_token_id=self.end_token_ids or None, pad_token_id=self.pad_token_id
-        )
-        try:
+        with self.decoding.own_settings_aside():
             for temperature in self.settings.temperatures:
                 for batch_size in self.settings.batch_sizes:
                     place = f"T = {temperature:g}, batch {batch_size}: "
@@ -250,8 +243,6 @@ class DecodingBenchmark:
                                 say(place + method.label)
                                 torch.manual_seed(self.settings.seed + num_rounds)
                                 yield self._decode(temperature, prompts, method, repeat, self.settings.max_new_tokens)
-        finally:
-            self.target.generation_config = own_settings
 
     def _warm_up(self, temperature: float, batch_size: int, method: Method) -> None:
         num_tokens = min(WARM_UP_TOKENS, self.settings.max_new_tokens)
@@ -262,28 +253,18 @@ class DecodingBenchmark:
                 raise
             self.left_out["native"] = str(error)  # a target that only the loop of transformers cannot take
 
-    def _inputs(self, prompts: list[int]) -> dict[str, torch.Tensor]:
-        rows = [self.rows[prompt] for prompt in prompts]
-
-        def padded(values: list[torch.Tensor], padding: int) -> torch.Tensor:
-            return nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=padding, padding_side="left")
-
-        return {
-            "input_ids": padded(rows, self.pad_token_id),
-            "attention_mask": padded([torch.ones_like(row) for row in rows], 0),
-        }
-
     def _decode(
         self, temperature: float, prompts: list[int], method: Method, repeat: int, max_new_tokens: int
     ) -> DecodingRun:
-        inputs = self._inputs(prompts)
+        arguments = self.decoding.arguments([self.rows[prompt] for prompt in prompts], temperature, max_new_tokens)
         draft: nn.Module | None = None if method.name == "plain" else self.draft
         context_name = "context_hidden_states"
         if method.name == "reference" and self.reference is not None:
             draft, context_name = self.reference.model, "target_hidden"
         with CallRecorder(self.target, draft, context_name) as recorder:
-            sequences, ours = self._call(method, inputs, temperature, max_new_tokens)
-        token_ids = [self._answer(row) for row in sequences[:, inputs["input_ids"].shape[1] :].tolist()]
+            sequences, ours = self._call(method, arguments)
+        answers = sequences[:, arguments["input_ids"].shape[1] :].tolist()
+        token_ids = [self.decoding.answer(row) for row in answers]
         if ours is not None:
             committed = [count for row in ours.committed for count in row]
         else:
@@ -301,22 +282,18 @@ class DecodingBenchmark:
             None if ours is None else ours.expected_sum,
         )
 
-    def _call(
-        self, method: Method, inputs: dict[str, torch.Tensor], temperature: float, max_new_tokens: int
-    ) -> tuple[torch.Tensor, DecodingStatistics | None]:
+    def _call(self, method: Method, arguments: dict[str, Any]) -> tuple[torch.Tensor, DecodingStatistics | None]:
         """Sequences of shape `[rows, columns]`, and what ours says about them."""
         if method.name == "reference" and self.reference is not None:
             sequences = self.reference.generate(
                 self.target,
-                inputs["input_ids"],
-                max_new_tokens=max_new_tokens,
-                end_token_ids=self.end_token_ids,
-                temperature=temperature,
+                arguments["input_ids"],
+                max_new_tokens=arguments["max_new_tokens"],
+                end_token_ids=self.decoding.end_token_ids,
+                temperature=arguments.get("temperature", 0.0),
             )
             return sequences, None
-        kwargs: dict[str, Any] = {**inputs, "max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-        if temperature > 0:
-            kwargs.update(temperature=temperature, top_k=0, top_p=1.0)
+        kwargs = dict(arguments)
         if method.name == "ours":
             kwargs.update(
                 block_size=method.block_size, tree_size=method.tree_size, proposal=method.proposal or "argmax"
@@ -344,8 +321,3 @@ class DecodingBenchmark:
         logits = self.target(input_ids=torch.cat([row, row.new_tensor(answer)])[None]).logits[0, -1]
         best, second = logits.float().topk(2).values.tolist()
         return best - second
-
-    def _answer(self, tokens: list[int]) -> list[int]:
-        """Tokens up to and including the first that ends the answer; behind it there is padding."""
-        ends = [index for index, token in enumerate(tokens) if token in self.end_token_ids]
-        return tokens[: ends[0] + 1] if ends else tokens

@@ -152,6 +152,7 @@ class DecodingLoop:
         self.tokens = input_ids.new_zeros(num_rows, self.max_length + slack)
         self.tokens[:, :num_columns] = input_ids
         self.rows = list(range(num_rows))
+        self.num_prompt_columns = num_columns
         self.lengths = [num_columns] * num_rows
         self.read_lengths = [0] * num_rows  # columns whose states are in the target's cache for good
         self.context_length = [0] * num_rows  # columns whose states the draft has read
@@ -169,6 +170,7 @@ class DecodingLoop:
         self.statistics = DecodingStatistics(self.config.block_size)
         self.statistics.committed = [[] for _ in range(num_rows)]
         self.statistics.verified = [[] for _ in range(num_rows)]
+        self.statistics.starts = [[] for _ in range(num_rows)]
 
     def resume(self, cache: RowCache, continuation: Continuation) -> int:
         """
@@ -483,9 +485,10 @@ class DecodingLoop:
         statistics.num_tokens += sum(counts)
         if num_slots > 1:
             statistics.num_verify_passes += 1
-            for row, count in zip(self.rows, counts, strict=True):
+            for row, length, count in zip(self.rows, self.lengths, counts, strict=True):
                 statistics.committed[row].append(count)
                 statistics.verified[row].append(num_slots - 1)
+                statistics.starts[row].append(length - self.num_prompt_columns)
         elif not is_prefill:
             statistics.num_plain_passes += 1
         for is_kept, name, values in ((self.keep_scores, "scores", scores), (self.keep_logits, "logits", logits)):

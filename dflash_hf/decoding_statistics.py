@@ -20,6 +20,7 @@ class DecodingStatistics:
         committed (`list[list[int]]`): for each row, the tokens that each verify pass with a draft committed, the bonus
             token included; cut where the answer ends.
         verified (`list[list[int]]`): for each row, the drafted tokens that the same passes verified.
+        starts (`list[list[int]]`): for each row, the answer's tokens that were there before each of the same passes.
         num_verify_passes (`int`): passes of the target with a draft; one serves all rows.
         num_plain_passes (`int`): passes of the target without a draft, after the prefill.
         num_tokens (`int`): new tokens of all rows.
@@ -32,6 +33,7 @@ class DecodingStatistics:
     block_size: int
     committed: list[list[int]] = field(default_factory=list)
     verified: list[list[int]] = field(default_factory=list)
+    starts: list[list[int]] = field(default_factory=list)
     num_verify_passes: int = 0
     num_plain_passes: int = 0
     num_tokens: int = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .decoding import speculative_generate
 from .modeling_dflash import DFlashDraftModel
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -90,9 +92,28 @@ class Summary:
         return asdict(self)
 
 
-def _synchronize(device: torch.device) -> None:
+def _wait_for_device(device: torch.device) -> None:
+    """Wait until an accelerator has done its work, so that a clock can be read."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:
+    """
+    Call a function that computes on a device.
+
+    Args:
+        device (`torch.device`): where.
+        call (`Callable`): without arguments.
+
+    Returns:
+        `tuple`: what it returned, and the seconds until the device was done.
+    """
+    _wait_for_device(device)
+    start = time.perf_counter()
+    result = call()
+    _wait_for_device(device)
+    return result, time.perf_counter() - start
 
 
 def generate_timed(
@@ -121,12 +142,11 @@ def generate_timed(
     """
     generate: Any = target.generate  # a mixin's method, which type checkers do not see
     if draft is not None and own_loop:
-        _synchronize(target.device)
-        start = time.perf_counter()
         arguments: dict[str, Any] = {**inputs, **kwargs}
-        drafted: Any = speculative_generate(target, draft, **arguments)
+        drafted: Any  # with its statistics
+        drafted, seconds = timed(target.device, lambda: speculative_generate(target, draft, **arguments))
         token_ids = drafted.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        return Generation(token_ids, time.perf_counter() - start, drafted.statistics.committed[0])
+        return Generation(token_ids, seconds, drafted.statistics.committed[0])
     context_lengths: list[int] = []
     target_passes: list[None] = []
     handles = [target.register_forward_pre_hook(lambda module, args: target_passes.append(None))]
@@ -138,11 +158,7 @@ def generate_timed(
         handles.append(draft.register_forward_pre_hook(record, with_kwargs=True))
         kwargs.update(assistant_model=draft, speculation_type="dflash")
     try:
-        _synchronize(target.device)
-        start = time.perf_counter()
-        output = generate(**inputs, **kwargs)
-        _synchronize(target.device)
-        seconds = time.perf_counter() - start
+        output, seconds = timed(target.device, lambda: generate(**inputs, **kwargs))
     finally:
         for handle in handles:
             handle.remove()

@@ -37,6 +37,7 @@ from .checkpoints import INDEX, WEIGHTS, read_json, tensor_shapes
 from .configuration_dflash import DFlashConfig
 from .evaluation import Summary
 from .layouts import TARGET_TENSORS, native_values
+from .suite_card import MeasuredSuite
 
 logger = logging.get_logger(__name__)
 
@@ -122,7 +123,8 @@ class Protocol:
 @dataclass(frozen=True)
 class DraftCard:
     """
-    All facts of a draft's model card. What is `None` (or empty, where several are possible) prints "not recorded".
+    All facts of a draft's model card. What is `None` (or empty, where several are possible) prints "not recorded",
+    except for `suite`.
 
     Args:
         config ([`DFlashConfig`]): block size, tapped layers, mask token, geometry, target revision.
@@ -153,6 +155,7 @@ class DraftCard:
         evaluations (`Sequence[Evaluation]`): on held-out rows.
         measured ([`Summary`], *optional*): generation with and without the draft.
         protocol ([`Protocol`]): how `measured` was made.
+        suite ([`MeasuredSuite`], *optional*): what `dflash-hf eval` measured; without it the card has no such part.
         limits (`str`, *optional*): known to the maker, beyond those of every draft.
         native_repo (`str`, *optional*): Hub name of the draft in the layout of this package.
         serving_repo (`str`, *optional*): Hub name of the same draft in the layout of serving engines.
@@ -188,6 +191,7 @@ class DraftCard:
     evaluations: Sequence[Evaluation] = ()
     measured: Summary | None = None
     protocol: Protocol = Protocol()
+    suite: MeasuredSuite | None = None
     limits: str | None = None
     native_repo: str | None = None
     serving_repo: str | None = None
@@ -258,8 +262,9 @@ class DraftCard:
             facts["evaluations"] = tuple(Evaluation(**values) for values in facts.get("evaluations") or ())
             facts["protocol"] = Protocol(**(facts.get("protocol") or {}))
             facts["measured"] = Summary(**facts["measured"]) if facts.get("measured") else None
+            facts["suite"] = MeasuredSuite.from_facts(facts["suite"]) if facts.get("suite") else None
             return cls(config=config, **facts)
-        except TypeError as error:
+        except (TypeError, KeyError) as error:
             raise ValueError(
                 f"{where} does not hold the facts of a draft's card: {error}. Remove it, and the card is written from "
                 "the configuration alone."
@@ -271,6 +276,7 @@ class DraftCard:
         facts["evaluations"] = [asdict(evaluation) for evaluation in self.evaluations]
         facts["protocol"] = asdict(self.protocol)
         facts["measured"] = self.measured.as_dict() if self.measured is not None else None
+        facts["suite"] = self.suite.as_facts() if self.suite is not None else None
         return facts
 
     def metadata(self) -> ModelCardData:
@@ -287,13 +293,16 @@ class DraftCard:
             tags=list(dict.fromkeys([*TAGS, *self.tags])),
         )
 
-    def render(self, picture: str | None = None, picture_words: str | None = None) -> ModelCard:
+    def render(
+        self, picture: str | None = None, picture_words: str | None = None, suite_pictures: Sequence[str] = ()
+    ) -> ModelCard:
         """
         Make the card.
 
         Args:
             picture (`str`, *optional*): file name of the per-slot picture beside the card.
             picture_words (`str`, *optional*): what stands in its place if there is none.
+            suite_pictures (`Sequence[str]`): file names of the suite's pictures beside the card.
 
         Returns:
             `ModelCard`
@@ -320,6 +329,7 @@ class DraftCard:
             + " \\\n    "
             + shlex.join(["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", serving]),
             measured=table_cells(self._measured_rows()),
+            suite=self.suite.markdown(suite_pictures) if self.suite is not None else None,
             picture=picture,
             picture_label=slots[1] if (slots := _slots_of(self)) is not None else None,
             picture_words=picture_words or NOT_RECORDED,
@@ -452,7 +462,8 @@ def write_model_card(folder: str | Path, card: DraftCard, *, overwrite: bool = F
             f"card; its facts are in {FACTS_NAME}."
         )
         return False
-    _write_text(path, str(card.render(picture, reason if has_slots else None)))
+    suite_pictures = [name for name in (card.suite.pictures if card.suite else ()) if (folder / name).is_file()]
+    _write_text(path, str(card.render(picture, reason if has_slots else None, suite_pictures)))
     return True
 
 

@@ -172,7 +172,7 @@ class RowShards:
             OSError: it cannot be written, for instance because the disk is full. No part of it stays.
         """
         whole = _whole_row(row)
-        _append_line(self._journal, self.folder / JOURNAL, whole)
+        append_line(self._journal, self.folder / JOURNAL, whole)
         self._newest.append(whole)
         self.done_ids.add(whole["conversation_id"])
         if len(self._newest) >= self.rows_per_shard:
@@ -180,7 +180,7 @@ class RowShards:
 
     def add_failure(self, row: Mapping[str, Any]) -> None:
         """Write a line into the file of failures, which each run begins anew."""
-        _append_line(self._failed.fileno(), self.folder / FAILED, row)
+        append_line(self._failed.fileno(), self.folder / FAILED, row)
 
     def _check_settings(self) -> None:
         """Refuse other settings; a folder without rows takes any."""
@@ -201,8 +201,8 @@ class RowShards:
                 f"The rows of {self.folder} were made with other settings: {changes}. One folder holds rows of one "
                 "kind: use the same settings, or name another folder."
             )
-        _replace(self.folder / CARD, lambda temporary: temporary.write_text(_card(self.settings)))
-        _replace(path, lambda temporary: temporary.write_text(text + "\n"))
+        replace_file(self.folder / CARD, lambda temporary: temporary.write_text(_card(self.settings)))
+        replace_file(path, lambda temporary: temporary.write_text(text + "\n"))
 
     def _shards(self) -> list[Path]:
         return sorted(path for path in (self.folder / "data").glob("train-*") if path.suffix[1:] in FORMATS)
@@ -243,7 +243,7 @@ class RowShards:
         dataset = datasets.Dataset.from_list(rows, features=ROW_FEATURES)
         write = dataset.to_parquet if self.file_format == "parquet" else dataset.to_json
         with _quiet_datasets():
-            _replace(path, lambda temporary: write(str(temporary)))
+            replace_file(path, lambda temporary: write(str(temporary)))
         os.ftruncate(self._journal, 0)
 
 
@@ -266,8 +266,18 @@ def _whole_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row.get(name) for name in ROW_FEATURES}
 
 
-def _append_line(descriptor: int, path: Path, row: Mapping[str, Any]) -> None:
-    """Write a line at the end of a file, whole or not at all."""
+def append_line(descriptor: int, path: Path, row: Mapping[str, Any]) -> None:
+    """
+    Write a row as a line at the end of a file, whole or not at all.
+
+    Args:
+        descriptor (`int`): of the file, open for writing.
+        path (`Path`): of the file, for messages.
+        row (`Mapping`): JSON values.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
     start = os.lseek(descriptor, 0, os.SEEK_END)
     try:
@@ -287,8 +297,17 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _replace(path: Path, write: Any) -> None:
-    """Let `write(temporary path)` make a file, and put it into its place when it is complete."""
+def replace_file(path: Path, write: Any) -> None:
+    """
+    Let `write(temporary path)` make a file, and put it into its place when it is complete.
+
+    Args:
+        path (`Path`): the place.
+        write (`Callable`): called with the temporary path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     temporary = _partial(path)
     try:
         write(temporary)

@@ -369,3 +369,42 @@ def tree_expected(parents: list[int], drafted: list[int], scores: torch.Tensor) 
         reached.append(reached[parents[node]] * softmax(scores[parents[node]])[drafted[node - 1]].item())
         expected += reached[node]
     return expected
+
+
+def suite_numbers(answers: list[dict], num_slots: int, bin_width: int) -> dict:
+    """
+    Acceptance of answers, pass by pass.
+
+    Each answer has `passes`: tokens of the answer before the pass, drafted slots verified, tokens committed.
+    """
+    committed, by_slot, by_count, by_bin = [], [], {}, {}
+    for answer in answers:
+        for start, _, count in answer["passes"]:
+            committed.append(count)
+            by_count[count] = by_count.get(count, 0) + 1
+            by_bin.setdefault(start // bin_width, []).append(count)
+    for slot in range(1, num_slots):
+        verified = accepted = 0
+        for answer in answers:
+            for _, num_verified, count in answer["passes"]:
+                if num_verified >= slot:
+                    verified += 1
+                    if count >= slot + 1:
+                        accepted += 1
+        by_slot.append(accepted / verified if verified else None)
+    num_same, ratios = 0, []
+    for answer in answers:
+        if answer["plain"] == answer["drafted"]:
+            num_same += 1
+        ratios.append(len(answer["drafted"]) / answer["drafted_s"] / (len(answer["plain"]) / answer["plain_s"]))
+    ratios.sort()
+    middle = len(ratios) // 2
+    return {
+        "accept_len": sum(committed) / len(committed),
+        "slots": by_slot,
+        "counts": by_count,
+        "bins": {number: sum(counts) / len(counts) for number, counts in by_bin.items()},
+        "num_same": num_same,
+        "median_ratio": ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2,
+        "plain_rate": sum(len(answer["plain"]) for answer in answers) / sum(answer["plain_s"] for answer in answers),
+    }

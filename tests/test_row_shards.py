@@ -107,7 +107,7 @@ def test_a_kill_between_a_shard_and_the_end_of_its_journal_repeats_no_row(tmp_pa
 
 
 def test_an_interrupt_while_a_shard_is_written_neither_loses_nor_repeats_a_row(tmp_path, monkeypatch):
-    written = row_shards._replace
+    written = row_shards.replace_file
 
     def interrupted_before(path, write):
         raise KeyboardInterrupt
@@ -119,10 +119,10 @@ def test_an_interrupt_while_a_shard_is_written_neither_loses_nor_repeats_a_row(t
     for number, interrupted in enumerate((interrupted_before, interrupted_after)):
         folder = tmp_path / str(number)
         fill(folder, "a")
-        monkeypatch.setattr(row_shards, "_replace", interrupted)
+        monkeypatch.setattr(row_shards, "replace_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fill(folder, "bc", rows_per_shard=2)
-        monkeypatch.setattr(row_shards, "_replace", written)
+        monkeypatch.setattr(row_shards, "replace_file", written)
         fill(folder, "d")
         assert sorted(names_in(folder)) == ["a", "b", "c", "d"]
 

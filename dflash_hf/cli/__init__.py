@@ -15,6 +15,7 @@ from .check import check
 from .convert import convert
 from .curves import curves
 from .demo import demo
+from .eval import evaluate
 from .generate import generate
 from .inspect import inspect
 from .prepare import prepare
@@ -35,6 +36,7 @@ app.command(
 )(train)
 app.command()(generate)
 app.command()(chat)
+app.command("eval")(evaluate)
 app.command()(regenerate)
 app.command()(prepare)
 app.command()(inspect)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich import box
@@ -23,13 +23,12 @@ from ..model_card import environment
 from ..modeling_dflash import DFlashDraftModel
 from ..prompts import read_prompts
 from .loading import load_target_of
+from .options import INTERRUPTED, values_between_commas
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"
 DEFAULTS = BenchmarkSettings()
 BATCH_SIZES = ",".join(map(str, DEFAULTS.batch_sizes))
 TEMPERATURES = ",".join(format(value, "g") for value in DEFAULTS.temperatures)
-INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
-Value = TypeVar("Value")
 
 
 def decode(
@@ -67,13 +66,13 @@ def decode(
     trained = pair.config.block_size
     settings = BenchmarkSettings(
         max_new_tokens=max_new_tokens,
-        batch_sizes=_values("--batch-sizes", batch_sizes, int),
-        temperatures=_values("--temperatures", temperatures, float),
-        block_sizes=_values(
+        batch_sizes=values_between_commas("--batch-sizes", batch_sizes, int),
+        temperatures=values_between_commas("--temperatures", temperatures, float),
+        block_sizes=values_between_commas(
             "--block-sizes", block_sizes, lambda word: {"trained": trained, "auto": "auto"}.get(word) or int(word)
         ),
-        tree_sizes=_values("--tree-sizes", tree_sizes, int) if tree_sizes else (),
-        proposals=_values("--proposal", proposal, str),
+        tree_sizes=values_between_commas("--tree-sizes", tree_sizes, int) if tree_sizes else (),
+        proposals=values_between_commas("--proposal", proposal, str),
         repeats=repeats,
         against_reference=against == "dflash",
         seed=seed,
@@ -130,19 +129,6 @@ def decode(
     if not is_complete:
         console.print("[bold yellow]interrupted[/]: the tables hold what was measured until then.")
         raise typer.Exit(INTERRUPTED)
-
-
-def _values(option: str, text: str, convert: Callable[[str], Value]) -> tuple[Value, ...]:
-    """Values between commas, each once."""
-    values: dict[Value, None] = {}
-    for word in text.split(","):
-        try:
-            values[convert(word.strip())] = None
-        except ValueError as error:
-            raise ValueError(
-                f"{option} {text!r}: {word.strip()!r} is no value for it. Separate values by commas."
-            ) from error
-    return tuple(values)
 
 
 def _run(benchmark: DecodingBenchmark, runs: list[DecodingRun], write: Callable[[], None], console: Console) -> bool:

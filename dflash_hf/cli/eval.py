@@ -1,0 +1,225 @@
+"""`dflash-hf eval`: acceptance, speed and exactness of a draft on prompt sets."""
+
+from __future__ import annotations
+
+import shlex
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import datasets
+import torch
+import typer
+from accelerate import PartialState
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers.utils import logging
+
+from ..model_card import CARD_NAME, environment
+from ..modeling_dflash import DFlashDraftModel
+from ..prompt_suites import load_prompt_sets
+from ..row_shards import target_label
+from ..suite_evaluation import THINKING, Batch, SuiteEvaluation, SuiteSettings
+from ..suite_journal import SuiteJournal
+from ..suite_output import SuiteOutput, collect, suite_settings, write_suite_card
+from ..suite_report import CONTENTION, terminal_table
+from .loading import load_target_of
+from .options import INTERRUPTED, values_between_commas
+
+DEFAULTS = SuiteSettings()
+BATCH_SIZES = ",".join(map(str, DEFAULTS.batch_sizes))
+TEMPERATURES = ",".join(format(value, "g") for value in DEFAULTS.temperatures)
+LONGEST_WAIT = timedelta(days=7)  # of a process for the slowest one
+PROMPTS, ANSWERS = "Prompts", "Answers"
+
+
+def evaluate(
+    draft: Annotated[str, typer.Option(help="Folder or Hub name of the draft.")],
+    out: Annotated[Path, typer.Option(help="Folder of the results; a later run goes on there.")],
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: the one the draft names.")] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="standard (the default), or one of its sets: gsm8k, math500, humaneval, mbpp, mt-bench. Repeatable.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File of your own with turns, prompt or messages: a set. Repeatable.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    prompts_folder: Annotated[
+        Path | None,
+        typer.Option(help="Holds NAME.jsonl for each set of a suite; default: the Hub.", rich_help_panel=PROMPTS),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Prompts of a set, drawn at random.", rich_help_panel=PROMPTS)] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest answer in tokens.", rich_help_panel=ANSWERS)
+    ] = DEFAULTS.max_new_tokens,
+    temperatures: Annotated[
+        str, typer.Option(help="0 decodes greedily, above 0 samples.", rich_help_panel=ANSWERS)
+    ] = TEMPERATURES,
+    thinking: Annotated[
+        str,
+        typer.Option(help="both, on or off, where the chat template has enable_thinking.", rich_help_panel=ANSWERS),
+    ] = THINKING[0],
+    batch_sizes: Annotated[
+        str, typer.Option(help="Conversations decoded together.", rich_help_panel=ANSWERS)
+    ] = BATCH_SIZES,
+    block_size: Annotated[
+        str, typer.Option(help="Slots to verify: a number, 'trained' or 'auto'.", rich_help_panel=ANSWERS)
+    ] = "trained",
+    dtype: Annotated[str, typer.Option(help="Of target and draft: auto, bfloat16, float16, float32.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.")] = DEFAULTS.seed,
+    card: Annotated[bool, typer.Option("--card", help="Write the results into the draft's model card, too.")] = False,
+) -> None:
+    """Measure a draft on prompt sets, beside plain decoding. Run the same again after an interrupt: it goes on."""
+    if card and not Path(draft).is_dir():
+        raise ValueError(f"--card writes into the folder of the draft, and --draft {draft!r} is none. Leave it out.")
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=LONGEST_WAIT)
+    console = Console(quiet=not state.is_main_process)
+    if not console.is_terminal:
+        console = Console(width=100, quiet=not state.is_main_process)
+    settings = SuiteSettings(
+        max_new_tokens=max_new_tokens,
+        temperatures=values_between_commas("--temperatures", temperatures, float),
+        thinking=thinking,
+        batch_sizes=values_between_commas("--batch-sizes", batch_sizes, int),
+        block_size=_block_size(block_size),
+        seed=seed,
+    )
+    datasets.disable_progress_bars()
+    suites = suite or ([] if prompts else ["standard"])
+    sets = load_prompt_sets(suites, prompts or (), folder=prompts_folder, limit=limit, seed=seed)
+    pair = DFlashDraftModel.from_pretrained(draft, target=target or False)
+    logging.set_verbosity_error()
+    model, tokenizer = load_target_of(pair, target, dtype)
+    evaluation = SuiteEvaluation(model, pair, tokenizer, sets, settings)
+    names = (str(target or pair.config.target_name_or_path), draft)
+    command = _command(*names, suites, prompts or [], prompts_folder, limit, settings, block_size, dtype, out)
+
+    with SuiteJournal(out, suite_settings(evaluation, *names), state.process_index) as journal:
+        state.wait_for_everyone()  # all have read the same answers, and share out the same rest
+        batches = evaluation.share(journal.pairs, state.process_index, state.num_processes)
+        where = environment()
+        console.print(
+            f"{where['hardware']}; {where['software']}; target {journal.settings['target']}, "
+            f"{journal.settings['dtype']}, on {model.device}; draft {journal.settings['draft']}, "
+            f"{pair.config.block_size} slots a block; {len(journal.pairs)} of {evaluation.num_pairs} answer pairs are "
+            "there",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if state.num_processes > 1:
+            console.print(f"[yellow]{CONTENTION}[/]", highlight=False, soft_wrap=True)
+        is_whole = _run(evaluation, batches, journal, {**where, "num_processes": state.num_processes}, console)
+        if is_whole:
+            state.wait_for_everyone()
+        if state.is_main_process:
+            journal.read()
+            output = collect(evaluation, journal, command)
+            reason = output.write(out)
+            _show(output, reason, out, console)
+            if card and output.record["is_complete"]:
+                readme = Path(draft) / CARD_NAME
+                words = (
+                    "has them, too" if write_suite_card(draft, output, out) else "is not ours as it is, and is kept"
+                )
+                console.print(f"{readme} {words}.", highlight=False, soft_wrap=True)
+    if not is_whole:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _block_size(word: str) -> int | str | None:
+    if word in ("trained", "auto"):
+        return None if word == "trained" else word
+    try:
+        return int(word)
+    except ValueError as error:
+        raise ValueError(f"--block-size {word!r} must be a number of slots, 'trained' or 'auto'.") from error
+
+
+def _run(
+    evaluation: SuiteEvaluation, batches: list[Batch], journal: SuiteJournal, run: dict[str, object], console: Console
+) -> bool:
+    """Answer and keep; False after Ctrl-C."""
+    if not batches:
+        return True
+    total = sum(batch.key(turn) not in journal.pairs for batch in batches for turn in range(batch.num_turns))
+    # no refreshing in the background: its thread would take time from what is measured
+    live = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[words]}"),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+    )
+    journal.begin(run)
+    num_passes = num_committed = num_done = 0
+    try:
+        with live:
+            task = live.add_task("", total=total, words="")
+
+            def say(words: str) -> None:
+                live.update(task, description=words, refresh=True)
+
+            for pair in evaluation.run(batches, journal.pairs, say):
+                journal.add(pair)
+                num_done += 1
+                num_passes += sum(map(len, pair.committed))
+                num_committed += sum(map(sum, pair.committed))
+                words = f"{num_committed / max(num_passes, 1):.2f} tokens a pass, last {pair.speed_up:.2f}×"
+                live.update(task, advance=1, words=words, refresh=True)
+                if not console.is_terminal and num_done * 20 // total > (num_done - 1) * 20 // total:
+                    console.print(f"{num_done} of {total} answer pairs, {words}", highlight=False)  # a log file
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _show(output: SuiteOutput, reason: str | None, out: Path, console: Console) -> None:
+    for mean in output.means:
+        console.print(
+            terminal_table([result for result in output.results if result.setting == mean.setting], mean),
+            highlight=False,
+        )
+    if reason is not None:
+        console.print(reason, highlight=False, markup=False)
+    console.print(f"Tables, numbers and pictures: {out}.", highlight=False, soft_wrap=True)
+    if not output.record["is_complete"]:
+        console.print(
+            f"[bold yellow]interrupted[/]: {output.record['num_pairs']} of {output.record['num_pairs_wanted']} answer "
+            "pairs are kept. The same command goes on.",
+            highlight=False,
+        )
+
+
+def _command(
+    target: str,
+    draft: str,
+    suites: list[str],
+    prompts: list[Path],
+    prompts_folder: Path | None,
+    limit: int,
+    settings: SuiteSettings,
+    block_size: str,
+    dtype: str,
+    out: Path,
+) -> str:
+    """The command that makes the same again, with names in place of paths."""
+    words = ["dflash-hf", "eval", "--target", target_label(target), "--draft", target_label(draft)]
+    words += [word for suite in suites for word in ("--suite", suite)]
+    words += [word for file in prompts for word in ("--prompts", file.name)]
+    words += ["--prompts-folder", prompts_folder.resolve().name] if prompts_folder else []
+    words += ["--limit", str(limit), "--max-new-tokens", str(settings.max_new_tokens)]
+    words += ["--temperatures", ",".join(format(value, "g") for value in settings.temperatures)]
+    words += ["--thinking", settings.thinking, "--batch-sizes", ",".join(map(str, settings.batch_sizes))]
+    words += ["--block-size", block_size, "--dtype", dtype, "--seed", str(settings.seed), "--out", out.resolve().name]
+    return shlex.join(words)
