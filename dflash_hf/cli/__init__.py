@@ -14,6 +14,7 @@ from .chat import chat
 from .check import check
 from .convert import convert
 from .demo import demo
+from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
 from .prepare import prepare
@@ -39,6 +40,7 @@ app.command()(prepare)
 app.command()(inspect)
 app.command()(convert)
 app.command()(check)
+app.command()(doctor)
 app.command()(push)
 app.add_typer(bench, name="bench")
 
