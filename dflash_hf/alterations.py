@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_dflash import ROPE_TYPES, DFlashConfig
-from .findings import FAULT, OK, SKIPPED, WARNING, Finding
+from .findings import CHECK_ERRORS, FAULT, OK, SKIPPED, WARNING, Finding
 from .modeling_dflash import DFlashDraftModel, embedding_scale
 from .slot_diagnosis import AnsweredPrompts, accepted_slots
 
@@ -110,6 +110,7 @@ def measure_alterations(
     tokenizer: PreTrainedTokenizerBase,
     answered: AnsweredPrompts,
     answer_again: Callable[..., AnsweredPrompts],
+    on_family: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Finding]:
     """
     Measure acceptance with one thing altered at a time.
@@ -119,6 +120,7 @@ def measure_alterations(
         tokenizer (`PreTrainedTokenizerBase`): the target's.
         answered ([`AnsweredPrompts`]): the text that acceptance is measured on.
         answer_again (`Callable`): makes answers with other `use_template` or `chat_template_kwargs`.
+        on_family (`Callable`): called with the name of a family before it is measured.
 
     Yields:
         [`Finding`], one a family of alterations. The alteration that helps most is the fault; others that help, too,
@@ -140,10 +142,16 @@ def measure_alterations(
         "embedding scale": lambda: _other_scale(draft),
         "prompt form": lambda: _other_prompts(draft.config, tokenizer, answer_again, base),
     }
-    results = [_measure(name, list(make()), draft, answered, as_it_is) for name, make in families.items()]
-    most = max(result.gain for result in results)
+    results = []
+    for name, make in families.items():
+        on_family(name)
+        try:
+            results.append(_measure(name, list(make()), draft, answered, as_it_is))
+        except CHECK_ERRORS as error:
+            results.append(_Result(name, 0, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"))
+    best = max(results, key=_Result.rank)
     for result in results:
-        yield result.finding(base, is_best=result.gain == most)
+        yield result.finding(base, is_best=result is best)
 
 
 @dataclass(frozen=True)
@@ -155,8 +163,14 @@ class _Result:
     best: Alteration | None = None
     gain: float = -math.inf
     is_marked: bool = False
+    failure: str | None = None
+
+    def rank(self) -> tuple[bool, float]:
+        return self.is_marked, self.gain
 
     def finding(self, base: float, *, is_best: bool) -> Finding:
+        if self.failure is not None:
+            return Finding(self.name, SKIPPED, f"could not be measured: {self.failure}")
         if self.best is None:
             return Finding(self.name, SKIPPED, "nothing to alter")
         measured = (
@@ -203,7 +217,7 @@ def _measure(
         gain = (altered.mean() - as_it_is.mean()).item()
         is_marked = gain >= max(MARKED_GAIN, STANDARD_ERRORS * variance.sqrt().item())
         results.append(_Result(name, len(alterations), alteration, gain, is_marked))
-    return max(results, key=lambda result: result.gain)
+    return max(results, key=_Result.rank)
 
 
 def _other_taps(config: DFlashConfig) -> Iterator[Alteration]:

@@ -26,7 +26,9 @@ from .modeling_dflash import DFlashDraftModel
 from .slot_diagnosis import AnsweredPrompts, accept_len_of, accepted_slots, answer_prompts, check_slots, walked
 
 USELESS_BELOW, WEAK_BELOW = 1.2, 1.5  # tokens a pass: below them a block costs more than it saves, or about as much
-ALLOWED_GAP = 0.15  # relative, between drafting on the finished text and real decoding of the same text
+# Relative, between drafting on the finished text and real decoding of the same text: in half precision a pass here and
+# there proposes another token, after which the two land on other anchors.
+ALLOWED_GAP, ALLOWED_GAP_HALF = 0.1, 0.25
 
 
 @dataclass
@@ -84,9 +86,10 @@ class Examination:
             on_check(name)
             yield self._keep(guarded(name, check))
         if all(finding.name in ("pair", "chat template") for finding in self.faults):  # these leave slots comparable
-            on_check("alterations")
             try:
-                for finding in self._alterations():
+                for finding in measure_alterations(
+                    self.target, self.draft, self.tokenizer, self.answered, self._answer, on_check
+                ):
                     yield self._keep(finding)
             except CHECK_ERRORS as error:
                 message = f"could not be measured: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -154,15 +157,15 @@ class Examination:
         return check_pair(self.draft, self.target, self.tokenizer, name)
 
     def _template(self) -> Finding:
-        answer = str(self.tokenizer.decode(self.answered.answers[0], skip_special_tokens=True))
-        return check_template(self.tokenizer, self.draft.config, self.prompts[0], answer.strip() or "Yes.")
-
-    def _alterations(self) -> Iterator[Finding]:
-        return measure_alterations(self.target, self.draft, self.tokenizer, self.answered, self._answer)
+        ids = self.answered.answers[0]
+        answer = str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip() or "Yes."
+        is_cut = ids[-1] not in self.answered.end_token_ids
+        return check_template(self.tokenizer, self.draft.config, self.prompts[0], answer, is_cut)
 
     def _generation(self) -> Finding:
         same = [ours.token_ids == theirs for ours, theirs in zip(self.drafted, self.answered.answers, strict=True)]
-        kept = [index for index, is_same in enumerate(same) if is_same] or list(range(len(same)))
+        is_exact = self.target.dtype == torch.float32
+        kept = [index for index, is_same in enumerate(same) if is_same]
         committed = [count for index in kept for count in self.drafted[index].committed]
         decoded = sum(committed) / len(committed) if committed else math.nan
         forced = accept_len_of(self.forced[kept])
@@ -170,9 +173,9 @@ class Examination:
             f"{decoded:.2f} tokens a pass when decoding, {forced:.2f} on the finished text; {sum(same)} of "
             f"{len(same)} answers have the tokens of plain decoding"
         )
-        if not committed:
-            return Finding("generation", SKIPPED, "the answers are one token long", "Use other prompts.")
-        if abs(decoded - forced) > ALLOWED_GAP * forced:
+        if not committed and (all(same) or not is_exact):
+            return Finding("generation", SKIPPED, f"{measured}: no answer to compare", "Use more prompts.")
+        if abs(decoded - forced) > (ALLOWED_GAP if is_exact else ALLOWED_GAP_HALF) * forced:
             return Finding(
                 "generation",
                 FAULT,
@@ -180,7 +183,7 @@ class Examination:
                 "The draft does not see the same in decoding: its cache or its positions are wrong for this target. "
                 "Try attn_implementation='sdpa' for both; if it stays, it is a bug to report.",
             )
-        if not all(same) and self.target.dtype == torch.float32:
+        if is_exact and not all(same):
             return Finding(
                 "generation",
                 FAULT,
@@ -193,7 +196,9 @@ class Examination:
     def _acceptance(self) -> Finding:
         block, found = self.draft.config.block_size, self.faults
         measured = f"acceptance length {self.accept_len:.2f} of {block} on {len(self.prompts)} prompts"
-        if self.accept_len >= WEAK_BELOW or math.isnan(self.accept_len):
+        if math.isnan(self.accept_len):
+            return Finding("acceptance", SKIPPED, "the answers are one token long", "Use other prompts.")
+        if self.accept_len >= WEAK_BELOW:
             return Finding("acceptance", OK, measured)
         if found:
             return Finding("acceptance", WARNING, measured, f"First mend {found[0].name}.")

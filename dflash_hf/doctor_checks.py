@@ -174,7 +174,9 @@ def _is_special(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bool:
     return token_id in tokenizer.all_special_ids or (token is not None and token.special)
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, prompt: str, answer: str) -> Finding:
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, prompt: str, answer: str, is_cut: bool = False
+) -> Finding:
     """
     Compare the prompt of generation with the beginning of a training row.
 
@@ -182,6 +184,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, pro
         tokenizer (`PreTrainedTokenizerBase`): the target's.
         config ([`DFlashConfig`]): of the draft, with the template's arguments in training.
         prompt (`str`), answer (`str`): a user message and the target's words.
+        is_cut (`bool`, defaults to `False`): the answer did not end by itself.
 
     Returns:
         [`Finding`] named "chat template".
@@ -196,7 +199,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, pro
         )
     kwargs: Mapping[str, Any] = config.chat_template_kwargs or {}
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    row = {"messages": messages}
+    row = {"messages": messages, "finish_reason": "length" if is_cut else "stop"}
     try:
         read = read_row(row, tokenizer, chat_template_kwargs=kwargs)
     except TemplateError as error:
@@ -208,7 +211,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, pro
             "or train on rows of input_ids as the target read and wrote them (dflash-hf regenerate writes such rows).",
         )
     mismatch = check_prefix(row, read, tokenizer, kwargs)
-    if mismatch is not None and read.ids[: mismatch.position] != read.ids[: _answer_start(read.mask)]:
+    if mismatch is not None:
         return Finding(
             "chat template",
             WARNING,
@@ -224,12 +227,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, pro
             f"{', '.join(unknown)}",
             "The target's template is not the one of training: take the tokenizer of the training.",
         )
-    start = _answer_start(read.mask)
+    start = read.mask.index(True) if any(read.mask) else len(read.mask)
     return Finding("chat template", OK, f"a row begins with the {start} tokens of the prompt, token for token")
-
-
-def _answer_start(mask: list[bool]) -> int:
-    return mask.index(True) if any(mask) else len(mask)
 
 
 @torch.no_grad()
