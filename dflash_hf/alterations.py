@@ -189,10 +189,10 @@ def _per_anchor(
     if alteration is None:
         accepted = accepted_slots(draft, answered)
     else:
-        altered = with_fields(draft, alteration.fields)
+        altered, factor = with_fields(draft, alteration.fields), alteration.noise_factor
 
         def run(noise_embeds: torch.Tensor, **kwargs: Any) -> Any:
-            return altered(noise_embeds=noise_embeds * alteration.noise_factor, **kwargs)
+            return altered(noise_embeds=noise_embeds * factor, **kwargs)
 
         accepted = accepted_slots(altered, answered, alteration.layer_ids, run)
     return 1 + accepted[answered.anchor_mask].float()
@@ -285,7 +285,7 @@ def _other_causality(config: DFlashConfig) -> Iterator[Alteration]:
 def _no_window(config: DFlashConfig) -> Iterator[Alteration]:
     if "sliding_attention" not in (config.layer_types or []):
         return
-    full = {"layer_types": ["full_attention"] * config.num_hidden_layers, "sliding_window": None}
+    full: dict[str, Any] = {"layer_types": ["full_attention"] * config.num_hidden_layers, "sliding_window": None}
     causal = {config.in_block_causal(index) for index in range(config.num_hidden_layers)}
     if len(causal) == 1:  # full layers would else see all of their block
         full["is_causal"] = causal.pop()

@@ -63,12 +63,10 @@ class Examination:
         Yields:
             [`Finding`]
         """
-        for name, check in (
-            ("pair", self._pair),
-            ("mask token", lambda: check_mask_token(self.draft, self.target, self.tokenizer)),
-        ):
-            on_check(name)
-            yield self._keep(guarded(name, check))
+        yield from self._each(
+            on_check,
+            {"pair": self._pair, "mask token": lambda: check_mask_token(self.draft, self.target, self.tokenizer)},
+        )
         on_check("answers of the target")
         try:
             self.answered  # noqa: B018  (computed once, for all checks that follow)
@@ -76,15 +74,16 @@ class Examination:
             message = f"the target cannot answer: {type(error).__name__}: {' '.join(str(error).split())}"
             yield self._keep(Finding("answers", FAULT, message, "First make target.generate work without a draft."))
             return
-        for name, check in (
-            ("chat template", self._template),
-            ("target states", lambda: check_target_states(self.target, self.draft, self.answered)),
-            ("activations", lambda: check_activations(self.draft, self.answered)),
-            ("training and generation", lambda: check_paths(self.draft, self.answered)),
-            ("slot layout", lambda: check_slots(self.draft, self.answered)),
-        ):
-            on_check(name)
-            yield self._keep(guarded(name, check))
+        yield from self._each(
+            on_check,
+            {
+                "chat template": self._template,
+                "target states": lambda: check_target_states(self.target, self.draft, self.answered),
+                "activations": lambda: check_activations(self.draft, self.answered),
+                "training and generation": lambda: check_paths(self.draft, self.answered),
+                "slot layout": lambda: check_slots(self.draft, self.answered),
+            },
+        )
         if all(finding.name in ("pair", "chat template") for finding in self.faults):  # these leave slots comparable
             try:
                 for finding in measure_alterations(
@@ -94,9 +93,7 @@ class Examination:
             except CHECK_ERRORS as error:
                 message = f"could not be measured: {type(error).__name__}: {' '.join(str(error).split())}"
                 yield self._keep(Finding("alterations", SKIPPED, message))
-        for name, check in (("generation", self._generation), ("acceptance", self._acceptance)):
-            on_check(name)
-            yield self._keep(guarded(name, check))
+        yield from self._each(on_check, {"generation": self._generation, "acceptance": self._acceptance})
 
     @property
     def faults(self) -> list[Finding]:
@@ -134,6 +131,11 @@ class Examination:
         """`float`: tokens a verify pass with a draft committed in real decoding."""
         committed = [count for generation in self.drafted for count in generation.committed]
         return sum(committed) / len(committed) if committed else math.nan
+
+    def _each(self, on_check: Callable[[str], None], checks: dict[str, Callable[[], Finding]]) -> Iterator[Finding]:
+        for name, check in checks.items():
+            on_check(name)
+            yield self._keep(guarded(name, check))
 
     def _keep(self, finding: Finding) -> Finding:
         self.findings.append(finding)

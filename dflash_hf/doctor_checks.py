@@ -44,7 +44,8 @@ def check_pair(
     Returns:
         [`Finding`] named "pair".
     """
-    config, num_embeddings = draft.config, target.get_input_embeddings().weight.shape[0]
+    config, embedding = draft.config, target.get_input_embeddings()
+    num_embeddings = torch.Size(getattr(embedding.weight, "shape", (0, 0)))[0]
     largest = max(tokenizer.get_vocab().values())
     measured = (
         f"width {config.hidden_size}, {num_embeddings} embedding rows, layers {config.target_layer_ids} of "
@@ -128,7 +129,8 @@ def check_mask_token(draft: DFlashDraftModel, target: PreTrainedModel, tokenizer
     Returns:
         [`Finding`] named "mask token".
     """
-    mask, embedding = draft.config.mask_token_id, draft.get_input_embeddings()
+    mask = draft.config.mask_token_id
+    embedding: Any = draft.get_input_embeddings()
     token = tokenizer.convert_ids_to_tokens(mask)
     measured = f"{mask} ({token!r})" if token is not None else f"{mask}, an embedding row without a token"
     with torch.no_grad():

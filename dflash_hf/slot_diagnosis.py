@@ -88,13 +88,15 @@ def answer_prompts(
     Returns:
         [`AnsweredPrompts`]
     """
-    inputs, answers, rows = [], [], []
+    inputs: list[dict[str, torch.Tensor]] = []
+    answers: list[list[int]] = []
+    rows: list[dict[str, Any]] = []
     for index, prompt in enumerate(prompts):
         if use_template:
             asked = chat_inputs(tokenizer, prompt, target.device, chat_template_kwargs)
         else:
-            asked = dict(tokenizer(prompt, return_tensors="pt").to(target.device))
-            asked = {"input_ids": asked["input_ids"], "attention_mask": asked["attention_mask"]}
+            encoded = tokenizer(prompt, return_tensors="pt").to(target.device)
+            asked = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         answer = generate_timed(
             target, asked, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
         ).token_ids

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_target, make_tokenizer
+from conftest import make_draft, make_target, make_tokenizer
+from decoding_pairs import make_family
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -156,9 +157,8 @@ def needing_to_see_the_whole_block(folder: Path, clinic: Clinic) -> None:
         blind = losses(with_fields(draft, {"is_causal": True}), answered, step)
         return losses(draft, answered, step) + functional.relu(6 - blind)
 
-    draft = train(with_fields(clinic.draft, {}), clinic.answered, 40, loss)
-    draft.save_pretrained(folder)
-    clinic.draft = DFlashDraftModel.from_pretrained(clinic.draft_folder, target=clinic.target)  # weights are shared
+    draft = DFlashDraftModel.from_pretrained(clinic.draft_folder, target=clinic.target)
+    train(draft, clinic.answered, 40, loss).save_pretrained(folder)
     in_config(is_causal=True)(folder, clinic)
 
 
@@ -325,6 +325,13 @@ def test_a_mask_token_with_a_meaning_or_without_an_embedding_is_a_warning(mask_t
     finding = check_mask_token(new_draft(target, mask_token_id=mask_token_id), target, tokenizer)
     assert finding.status == "warning"
     assert words in finding.measured
+
+
+def test_a_scaled_embedding_is_also_measured_without_its_factor():
+    target, tokenizer = make_family("gemma2", vocab_size=272), make_tokenizer()
+    draft = make_draft(target, mask_token_id=261)
+    findings = {finding.name: finding for finding in Examination(target, draft, tokenizer, ["Sing."], 8).run()}
+    assert "without the target's factor 5.66" in findings["embedding scale"].measured
 
 
 def test_norms_that_never_moved_while_the_rest_did_are_a_warning(target):

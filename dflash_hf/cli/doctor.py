@@ -51,7 +51,8 @@ def doctor(
         )
     if json_file is not None and not json_file.parent.is_dir():
         raise FileNotFoundError(f"--json {json_file}: the folder {json_file.parent} does not exist. Make it first.")
-    console, findings = Console(), []
+    console = Console()
+    findings: list[Finding] = []
     with console.status("loading …") as status:
         for finding in _examine(draft, target, dtype, questions[:num_prompts], max_new_tokens, status.update):
             findings.append(finding)
