@@ -166,34 +166,31 @@ class Examination:
 
     def _generation(self) -> Finding:
         same = [ours.token_ids == theirs for ours, theirs in zip(self.drafted, self.answered.answers, strict=True)]
+        texts = f"{sum(same)} of {len(same)} answers have the tokens of plain decoding"
         is_exact = self.target.dtype == torch.float32
-        kept = [index for index, is_same in enumerate(same) if is_same]
-        committed = [count for index in kept for count in self.drafted[index].committed]
-        decoded = sum(committed) / len(committed) if committed else math.nan
-        forced = accept_len_of(self.forced[kept])
-        measured = (
-            f"{decoded:.2f} tokens a pass when decoding, {forced:.2f} on the finished text; {sum(same)} of "
-            f"{len(same)} answers have the tokens of plain decoding"
-        )
-        if not committed and (all(same) or not is_exact):
-            return Finding("generation", SKIPPED, f"{measured}: no answer to compare", "Use more prompts.")
-        if abs(decoded - forced) > (ALLOWED_GAP if is_exact else ALLOWED_GAP_HALF) * forced:
-            return Finding(
-                "generation",
-                FAULT,
-                measured,
-                "The draft does not see the same in decoding: its cache or its positions are wrong for this target. "
-                "Try attn_implementation='sdpa' for both; if it stays, it is a bug to report.",
-            )
         if is_exact and not all(same):
             return Finding(
                 "generation",
                 FAULT,
-                measured,
+                texts,
                 "In float32 greedy text must not depend on the draft: the target's cache does not take back rejected "
                 "tokens. Try attn_implementation='sdpa', and report it.",
             )
-        return Finding("generation", OK, measured)
+        kept = [index for index, is_same in enumerate(same) if is_same]
+        committed = [count for index in kept for count in self.drafted[index].committed]
+        if not committed:
+            return Finding("generation", SKIPPED, f"{texts}: nothing to compare", "Use more prompts.")
+        decoded, forced = sum(committed) / len(committed), accept_len_of(self.forced[kept])
+        measured = f"{decoded:.2f} tokens a pass when decoding, {forced:.2f} on the finished text; {texts}"
+        if abs(decoded - forced) <= (ALLOWED_GAP if is_exact else ALLOWED_GAP_HALF) * forced:
+            return Finding("generation", OK, measured)
+        return Finding(
+            "generation",
+            FAULT,
+            measured,
+            "The draft does not see the same in decoding: its cache or its positions are wrong for this target. Try "
+            "attn_implementation='sdpa' for both; if it stays, it is a bug to report.",
+        )
 
     def _acceptance(self) -> Finding:
         block, found = self.draft.config.block_size, self.faults
