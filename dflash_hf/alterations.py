@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -345,7 +346,7 @@ def _other_prompts(
     yield Alteration(
         "prompts without the chat template",
         "It was trained on bare text. Give it such prompts, or train it on rows of messages.",
-        answered=lambda: answer_again(use_template=False),
+        answered=partial(answer_again, use_template=False),
     )
     recorded = config.chat_template_kwargs or {}
     variants: list[dict[str, Any]] = [{}] if recorded else []
@@ -356,5 +357,5 @@ def _other_prompts(
             yield Alteration(
                 f"chat_template_kwargs {json.dumps(variant)} instead of {json.dumps(recorded)}",
                 how_to_set(chat_template_kwargs=variant) + " Give the target the same when serving.",
-                answered=lambda variant=variant: answer_again(chat_template_kwargs=variant),
+                answered=partial(answer_again, chat_template_kwargs=variant),
             )

@@ -31,7 +31,7 @@ USE_ITS_OWN = "Use the draft with the target it was trained for."
 
 
 def check_pair(
-    draft: DFlashDraftModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target_name: str
+    draft: DFlashDraftModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target_name: str | None
 ) -> Finding:
     """
     Compare the draft's configuration with the target and its tokenizer; widths and layers were compared when tying.
@@ -39,7 +39,7 @@ def check_pair(
     Args:
         draft ([`DFlashDraftModel`]): tied.
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): the other half.
-        target_name (`str`): as it was given.
+        target_name (`str`, *optional*): as it was given; nothing is compared with the recorded one if unset.
 
     Returns:
         [`Finding`] named "pair".
@@ -60,7 +60,7 @@ def check_pair(
             "Use the tokenizer that belongs to the target.",
         )
     recorded = config.target_name_or_path
-    if recorded is not None and PurePath(recorded).name.lower() != PurePath(target_name).name.lower():
+    if recorded and target_name and PurePath(recorded).name.lower() != PurePath(target_name).name.lower():
         return Finding(
             "pair",
             WARNING,
