@@ -127,7 +127,7 @@ def accepted_at_every_anchor(
     num_passes = max(-(-num_anchors // blocks_per_pass), 1)
     for index in range(agree_on(num_passes)):
         start = min(index, num_passes - 1) * blocks_per_pass
-        part = _blocks_of_each_row(plan, rows, slice(start, start + blocks_per_pass))
+        part = blocks_of_each_row(plan, rows, slice(start, start + blocks_per_pass))
         hidden_states = block_hidden_states(
             model,
             draft,
@@ -151,8 +151,18 @@ def accepted_at_every_anchor(
     return accepted
 
 
-def _blocks_of_each_row(plan: DFlashBatchPlan, rows: int, chosen: slice) -> DFlashBatchPlan:
-    """The plan of some of the blocks of every row."""
+def blocks_of_each_row(plan: DFlashBatchPlan, rows: int, chosen: slice | Sequence[int]) -> DFlashBatchPlan:
+    """
+    The plan of some of the blocks of every row.
+
+    Args:
+        plan ([`DFlashBatchPlan`]): of all blocks, as many in each row.
+        rows (`int`): rows of the batch.
+        chosen (`slice` or `Sequence[int]`): which blocks of each row to keep.
+
+    Returns:
+        [`DFlashBatchPlan`]
+    """
     tensors = {item.name: getattr(plan, item.name) for item in fields(plan)}
     return DFlashBatchPlan(
         **{name: tensor.unflatten(0, (rows, -1))[:, chosen].flatten(0, 1) for name, tensor in tensors.items()}

@@ -15,6 +15,7 @@ from .check import check
 from .convert import convert
 from .curves import curves
 from .demo import demo
+from .doctor import doctor
 from .eval import evaluate
 from .generate import generate
 from .inspect import inspect
@@ -43,6 +44,7 @@ app.command()(inspect)
 app.command()(curves)
 app.command()(convert)
 app.command()(check)
+app.command()(doctor)
 app.command()(push)
 app.add_typer(bench, name="bench")
 

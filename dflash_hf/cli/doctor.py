@@ -1,0 +1,117 @@
+"""`dflash-hf doctor`: what is wrong with a pair, measured, and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from safetensors import SafetensorError
+from torch import nn
+
+from ..doctor import Examination, verdict
+from ..doctor_checks import check_weights
+from ..findings import FAULT, OK, SKIPPED, WARNING, Finding, guarded
+from ..modeling_dflash import DFlashDraftModel
+from ..prompts import read_prompts
+from .loading import load_target
+
+QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"
+SIGNS = {
+    OK: "[green]ok[/]     ",
+    WARNING: "[yellow]warning[/]",
+    FAULT: "[bold red]FAULT[/]  ",
+    SKIPPED: "[dim]skipped[/]",
+}
+
+
+def doctor(
+    draft: Annotated[str, typer.Option(help="Folder or Hub name of the draft.")],
+    target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: the one the draft names.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of target and draft: auto, bfloat16, float16, float32.")] = "auto",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with turns, prompt or messages; default: GSM8K test questions.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Take so many.")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = Examination.max_new_tokens,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the findings here.")] = None,
+) -> None:
+    """Find out why a draft is accepted rarely or not at all; exit code 1 if there is a fault."""
+    questions = read_prompts(str(prompts or QUESTIONS))
+    if not 1 <= num_prompts <= len(questions):
+        raise ValueError(f"--num-prompts {num_prompts} must be 1 to {len(questions)}, the prompts in the file.")
+    if max_new_tokens < 2:
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens} must be at least 2: a token to start from and one to draft."
+        )
+    if json_file is not None and not json_file.parent.is_dir():
+        raise FileNotFoundError(f"--json {json_file}: the folder {json_file.parent} does not exist. Make it first.")
+    console = Console()
+    findings: list[Finding] = []
+    with console.status("loading …") as status:
+        for finding in _examine(draft, target, dtype, questions[:num_prompts], max_new_tokens, status.update):
+            findings.append(finding)
+            console.print(
+                f"{SIGNS[finding.status]} [bold]{finding.name}[/]: {escape(finding.measured)}", highlight=False
+            )
+            if finding.status == WARNING:
+                console.print(f"        → {escape(finding.advice)}", highlight=False, soft_wrap=True)
+    summary = verdict(findings)
+    console.rule()
+    console.print(summary, markup=False, highlight=False, soft_wrap=True)
+    if json_file is not None:
+        record = {
+            "draft": draft,
+            "target": target,
+            "verdict": summary,
+            "findings": [item.as_dict() for item in findings],
+        }
+        json_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    if any(finding.status == FAULT for finding in findings):
+        raise typer.Exit(1)
+
+
+def _examine(
+    draft: str, target: str | None, dtype: str, prompts: list[str], max_new_tokens: int, show: Callable[[str], None]
+) -> Iterator[Finding]:
+    """Load the pair, each part with its own finding, then look at it."""
+    try:
+        pair = DFlashDraftModel.from_pretrained(draft, target=target or False)
+    except (OSError, ValueError) as error:
+        yield Finding(
+            "draft files",
+            FAULT,
+            " ".join(str(error).split()),
+            "Copy the folder again from where it was trained, whole. Values that are not finite come from a training "
+            "that diverged: take an earlier checkpoint. A draft that config.json describes wrongly is corrected with "
+            "dflash-hf convert --set.",
+        )
+        return
+    config = pair.config
+    yield Finding("draft files", OK, f"{draft}: {config.num_hidden_layers} layers, block {config.block_size}")
+    weights = guarded("weights", lambda: check_weights(pair))
+    yield weights
+    name = target or config.target_name_or_path
+    if name is None:
+        yield Finding("target files", FAULT, "the draft names no target", "Pass --target.")
+        return
+    try:
+        model, tokenizer = load_target(name, dtype)
+    except (OSError, SafetensorError) as error:
+        advice = "Give --target a folder or Hub name with config, weights and tokenizer."
+        yield Finding("target files", FAULT, " ".join(str(error).split()), advice)
+        return
+    yield Finding("target files", OK, f"{name} in {str(model.dtype)[6:]} on {model.device}")
+    try:
+        pair.tie_target(model)
+    except ValueError as error:
+        yield Finding("pair", FAULT, " ".join(str(error).split()), "Use the draft with the target it was trained for.")
+        return
+    nn.Module.to(pair, model.device, model.dtype)
+    examination = Examination(model, pair, tokenizer, prompts, max_new_tokens, name, [weights])
+    yield from examination.run(lambda check: show(f"{check} …"))
