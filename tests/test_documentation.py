@@ -151,7 +151,6 @@ def commands_in(text: str) -> list[list[str]]:
 
 
 USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of the copy inside typer
-ARRIVING = {"eval", "doctor"}  # checked from the day they are there
 
 
 def check_command(words: list[str]) -> None:
@@ -163,8 +162,6 @@ def check_command(words: list[str]) -> None:
         assert {"target", "dataset"} <= flags or words[1].endswith((".yaml", ".json"))
         return
     command: Any = typer.main.get_command(app)
-    if words[0] in ARRIVING - command.commands.keys():
-        return
     while hasattr(command, "commands"):
         assert words[0] in command.commands, words
         command, words = command.commands[words[0]], words[1:]
