@@ -53,6 +53,7 @@ def terminal_table(results: Sequence[SetResult], mean: MacroMean) -> Table:
         caption="acceptance length: tokens a verify pass commits, bonus token counted; speed-up: median",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
     for index, name in enumerate(_COLUMNS):
         table.add_column(name.replace(" ", "\n"), justify="left" if index == 0 else "right", no_wrap=True)

@@ -81,7 +81,7 @@ def evaluate(
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=LONGEST_WAIT)
     console = Console(quiet=not state.is_main_process)
     if not console.is_terminal:
-        console = Console(width=100, quiet=not state.is_main_process)
+        console = Console(width=110, quiet=not state.is_main_process)
     settings = SuiteSettings(
         max_new_tokens=max_new_tokens,
         temperatures=values_between_commas("--temperatures", temperatures, float),
