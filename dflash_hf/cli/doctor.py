@@ -57,7 +57,9 @@ def doctor(
         for finding in _examine(draft, target, dtype, questions[:num_prompts], max_new_tokens, status.update):
             findings.append(finding)
             console.print(
-                f"{SIGNS[finding.status]} [bold]{finding.name}[/]: {escape(finding.measured)}", highlight=False
+                f"{SIGNS[finding.status]} [bold]{finding.name}[/]: {escape(finding.measured)}",
+                highlight=False,
+                soft_wrap=True,
             )
             if finding.status == WARNING:
                 console.print(f"        → {escape(finding.advice)}", highlight=False, soft_wrap=True)
