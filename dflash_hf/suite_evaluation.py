@@ -32,6 +32,7 @@ class SuiteSettings:
         thinking (`str`): `"both"`, `"on"` or `"off"`; without effect where the chat template has no such switch.
         batch_sizes (`tuple[int, ...]`): conversations decoded together.
         block_size (`int` or `"auto"`, *optional*): slots to verify; the trained number if left out.
+        tree_size (`int`, *optional*): tokens to verify in trees of first and later choices, in place of `block_size`.
         seed (`int`): of the draws.
 
     Raises:
@@ -43,6 +44,7 @@ class SuiteSettings:
     thinking: str = THINKING[0]
     batch_sizes: tuple[int, ...] = (1,)
     block_size: int | str | None = None
+    tree_size: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -224,7 +226,13 @@ class SuiteEvaluation:
         else:
             output, seconds = timed(
                 self.target.device,
-                lambda: speculative_generate(self.target, draft, block_size=self.settings.block_size, **arguments),
+                lambda: speculative_generate(
+                    self.target,
+                    draft,
+                    block_size=self.settings.block_size,
+                    tree_size=self.settings.tree_size,
+                    **arguments,
+                ),
             )
             sequences, statistics = output.sequences, output.statistics
         answers = sequences[:, arguments["input_ids"].shape[1] :].tolist()
@@ -269,6 +277,12 @@ class SuiteEvaluation:
 
     def _check_block_size(self) -> None:
         size, trained = self.settings.block_size, self.draft.config.block_size
+        tree_size = self.settings.tree_size
+        if tree_size is not None and (size is not None or tree_size <= trained):
+            raise ValueError(
+                f"tree_size={tree_size} must be more than the {trained} slots that the draft was trained for, and "
+                f"goes without block_size (here {'trained' if size is None else size})."
+            )
         if size not in (None, "auto") and not (isinstance(size, int) and 1 < size <= trained):
             raise ValueError(
                 f"block_size={size!r} must be 2 to {trained}, the slots that the draft was trained for, or 'auto'."

@@ -13,7 +13,7 @@ from .answer_pairs import AnswerPair
 from .model_card import DraftCard, write_model_card
 from .row_shards import replace_file, target_label
 from .suite_card import MeasuredSuite, SuiteRow
-from .suite_evaluation import SuiteEvaluation
+from .suite_evaluation import SuiteEvaluation, SuiteSettings
 from .suite_journal import SuiteJournal, model_digest
 from .suite_pictures import draw_pictures
 from .suite_report import CONTENTION, DEFINITIONS, MEAN_LABEL, markdown_report
@@ -127,6 +127,7 @@ def suite_settings(evaluation: SuiteEvaluation, target: str, draft: str) -> dict
         "dtype": str(evaluation.target.dtype).removeprefix("torch."),
         "device": evaluation.target.device.type,
         "block_size": settings.block_size or "trained",
+        "tree_size": settings.tree_size,
         "max_new_tokens": settings.max_new_tokens,
         "temperatures": list(settings.temperatures),
         "thinking": list(evaluation.thinking),
@@ -137,6 +138,12 @@ def suite_settings(evaluation: SuiteEvaluation, target: str, draft: str) -> dict
             for name, each in evaluation.sets.items()
         },
     }
+
+
+def _verified_in_words(settings: SuiteSettings, trained: int) -> str:
+    if settings.tree_size is not None:
+        return f"trees of {settings.tree_size}"
+    return "auto" if settings.block_size == "auto" else str(settings.block_size or trained)
 
 
 def collect(evaluation: SuiteEvaluation, journal: SuiteJournal, command: str) -> SuiteOutput:
@@ -168,7 +175,7 @@ def collect(evaluation: SuiteEvaluation, journal: SuiteJournal, command: str) ->
         "target_revision": getattr(evaluation.target.config, "_commit_hash", None),
         "draft": journal.settings["draft"],
         "block_size": block_size,
-        "verified_slots": "auto" if settings.block_size == "auto" else str(settings.block_size or block_size),
+        "verified_slots": _verified_in_words(settings, block_size),
         "dtype": journal.settings["dtype"],
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,

@@ -243,3 +243,24 @@ def test_the_digest_of_a_model_tells_trained_weights_apart():
     assert before == model_digest(make_draft(make_target()))
     next(draft.parameters()).data[0, 0] += 1
     assert model_digest(draft) != before
+
+
+def test_trees_are_verified_when_asked_for(tokenizer):
+    target, draft, sequences = make_pair(tokenizer)
+    own = make_set(*([prompt] for prompt in PROMPTS))
+    evaluation = make_evaluation(own, target=target, draft=draft, tokenizer=tokenizer, max_new_tokens=13, tree_size=7)
+    passes: list[int] = []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    pairs = list(evaluation.run(evaluation.batches[:1]))
+    handle.remove()
+    length = prompt_lengths(target, tokenizer)[0]
+    assert pairs[0].plain_token_ids == pairs[0].drafted_token_ids == [sequences[0][length:].tolist()]
+    assert 7 in passes
+
+
+@pytest.mark.parametrize("settings", [{"tree_size": 4}, {"tree_size": 7, "block_size": "auto"}])
+def test_a_tree_has_more_than_a_block_and_takes_its_place(settings):
+    with pytest.raises(ValueError, match=r"more than the 4 slots .* goes without block_size"):
+        make_evaluation(make_set(["1+1?"]), **settings)

@@ -71,6 +71,10 @@ def evaluate(
     block_size: Annotated[
         str, typer.Option(help="Slots to verify: a number, 'trained' or 'auto'.", rich_help_panel=ANSWERS)
     ] = "trained",
+    tree_size: Annotated[
+        int | None,
+        typer.Option(help="Verify trees of so many first and later choices instead.", rich_help_panel=ANSWERS),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of target and draft: auto, bfloat16, float16, float32.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.")] = DEFAULTS.seed,
     card: Annotated[bool, typer.Option("--card", help="Write the results into the draft's model card, too.")] = False,
@@ -88,6 +92,7 @@ def evaluate(
         thinking=thinking,
         batch_sizes=values_between_commas("--batch-sizes", batch_sizes, int),
         block_size=_block_size(block_size),
+        tree_size=tree_size,
         seed=seed,
     )
     datasets.disable_progress_bars()
@@ -221,5 +226,8 @@ def _command(
     words += ["--limit", str(limit), "--max-new-tokens", str(settings.max_new_tokens)]
     words += ["--temperatures", ",".join(format(value, "g") for value in settings.temperatures)]
     words += ["--thinking", settings.thinking, "--batch-sizes", ",".join(map(str, settings.batch_sizes))]
-    words += ["--block-size", block_size, "--dtype", dtype, "--seed", str(settings.seed), "--out", out.resolve().name]
+    words += (
+        ["--tree-size", str(settings.tree_size)] if settings.tree_size is not None else ["--block-size", block_size]
+    )
+    words += ["--dtype", dtype, "--seed", str(settings.seed), "--out", out.resolve().name]
     return shlex.join(words)
