@@ -69,7 +69,7 @@ class Examination:
         )
         on_check("answers of the target")
         try:
-            self.answered  # noqa: B018  (computed once, for all checks that follow)
+            answered = self.answered
         except CHECK_ERRORS as error:
             message = f"the target cannot answer: {type(error).__name__}: {' '.join(str(error).split())}"
             yield self._keep(Finding("answers", FAULT, message, "First make target.generate work without a draft."))
@@ -78,16 +78,16 @@ class Examination:
             on_check,
             {
                 "chat template": self._template,
-                "target states": lambda: check_target_states(self.target, self.draft, self.answered),
-                "activations": lambda: check_activations(self.draft, self.answered),
-                "training and generation": lambda: check_paths(self.draft, self.answered),
-                "slot layout": lambda: check_slots(self.draft, self.answered),
+                "target states": lambda: check_target_states(self.target, self.draft, answered),
+                "activations": lambda: check_activations(self.draft, answered),
+                "training and generation": lambda: check_paths(self.draft, answered),
+                "slot layout": lambda: check_slots(self.draft, answered),
             },
         )
         if all(finding.name in ("pair", "chat template") for finding in self.faults):  # these leave slots comparable
             try:
                 for finding in measure_alterations(
-                    self.target, self.draft, self.tokenizer, self.answered, self._answer, on_check
+                    self.target, self.draft, self.tokenizer, answered, self._answer, on_check
                 ):
                     yield self._keep(finding)
             except CHECK_ERRORS as error:

@@ -15,9 +15,9 @@ import pyarrow
 import pyarrow.parquet
 from datasets import Json, List, Value
 from datasets.info import DatasetInfosDict
-from filelock import FileLock, Timeout
 from huggingface_hub import DatasetCardData
 
+from .kept_files import LOCK, append_line, lock_folder, partial_path, replace_file
 from .model_card import hub_id_or_folder
 
 ROW_FEATURES = datasets.Features(
@@ -49,7 +49,7 @@ ROW_FEATURES = datasets.Features(
 )
 FORMATS = ("parquet", "jsonl")
 ROWS_PER_SHARD = 1000
-SETTINGS, CARD, JOURNAL, FAILED, LOCK = "settings.json", "README.md", "newest.jsonl", "failed.jsonl", ".lock"
+SETTINGS, CARD, JOURNAL, FAILED = "settings.json", "README.md", "newest.jsonl", "failed.jsonl"
 _CARD_TEXT = """
 # Answers of {target}
 
@@ -124,15 +124,9 @@ class RowShards:
         if not (self.folder / SETTINGS).is_file():
             present = {path.name for path in (*self.folder.iterdir(), *(self.folder / "data").iterdir())}
             ours = {self.folder / CARD, self.folder / SETTINGS}
-            if present - {LOCK, "data", CARD, JOURNAL, *(_partial(path).name for path in ours)}:
+            if present - {LOCK, "data", CARD, JOURNAL, *(partial_path(path).name for path in ours)}:
                 raise ValueError(f"{self.folder} has files, but no {SETTINGS} of ours. Name a folder of its own.")
-        self._lock, self._journal = FileLock(self.folder / LOCK, timeout=0), -1
-        try:
-            self._lock.acquire()
-        except Timeout as error:
-            raise RuntimeError(
-                f"Another run is writing into {self.folder}. Wait for its end, stop it, or name another folder."
-            ) from error
+        self._lock, self._journal = lock_folder(self.folder), -1
         try:
             self._read_shards()
             self._journal = os.open(self.folder / JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
@@ -264,61 +258,6 @@ def target_label(name: str | None) -> str:
 
 def _whole_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row.get(name) for name in ROW_FEATURES}
-
-
-def append_line(descriptor: int, path: Path, row: Mapping[str, Any]) -> None:
-    """
-    Write a row as a line at the end of a file, whole or not at all.
-
-    Args:
-        descriptor (`int`): of the file, open for writing.
-        path (`Path`): of the file, for messages.
-        row (`Mapping`): JSON values.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    start = os.lseek(descriptor, 0, os.SEEK_END)
-    try:
-        while line:
-            line = line[os.write(descriptor, line) :]
-    except BaseException as error:
-        os.ftruncate(descriptor, start)
-        if isinstance(error, OSError):
-            raise OSError(
-                f"A row could not be written into {path}: {error.strerror}. All rows before it are kept; make room, "
-                "and run the same again."
-            ) from error
-        raise
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
-
-
-def replace_file(path: Path, write: Any) -> None:
-    """
-    Let `write(temporary path)` make a file, and put it into its place when it is complete.
-
-    Args:
-        path (`Path`): the place.
-        write (`Callable`): called with the temporary path.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    temporary = _partial(path)
-    try:
-        write(temporary)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(
-            f"{path} could not be written: {error.strerror or error}. Make room, and run the same again."
-        ) from error
 
 
 @contextmanager

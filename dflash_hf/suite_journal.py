@@ -12,13 +12,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch import nn
 
 from .answer_pairs import AnswerPair
-from .row_shards import append_line, replace_file
+from .kept_files import LOCK, append_line, lock_folder, replace_file
 
-SETTINGS, LOCK = "settings.json", ".lock"
+SETTINGS = "settings.json"
 JOURNALS = "answers-*.jsonl"  # one a process
 SAMPLED_VALUES = 1024
 
@@ -46,20 +46,15 @@ class SuiteJournal:
         self.pairs: dict[Any, AnswerPair] = {}
         self.runs: list[dict[str, Any]] = []
         self._file = -1
+        self._lock: FileLock | None = None  # of the first process
 
     def __enter__(self) -> SuiteJournal:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is a file. Results are several files: name a folder.")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.folder / LOCK, timeout=0)
         self._check_settings()
         if self.process_index == 0:
-            try:
-                self._lock.acquire()
-            except Timeout as error:
-                raise RuntimeError(
-                    f"Another run is writing into {self.folder}. Wait for its end, stop it, or name another folder."
-                ) from error
+            self._lock = lock_folder(self.folder)
             text = json.dumps(self.settings, indent=1, ensure_ascii=False) + "\n"
             replace_file(self.folder / SETTINGS, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.read()
@@ -71,7 +66,8 @@ class SuiteJournal:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def _path(self) -> Path:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .answer_pairs import AnswerPair
+from .kept_files import replace_file
 from .model_card import DraftCard, write_model_card
-from .row_shards import replace_file, target_label
+from .row_shards import target_label
 from .suite_card import MeasuredSuite, SuiteRow
 from .suite_evaluation import SuiteEvaluation, SuiteSettings
 from .suite_journal import SuiteJournal, model_digest

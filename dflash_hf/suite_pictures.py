@@ -32,8 +32,6 @@ def draw_pictures(results: Sequence[SetResult], title: str, folder: str | Path) 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib  # an extra; the rest of the package works without it  # noqa: F401
-
     settings = list(dict.fromkeys(result.setting for result in results))
     for name, draw in ((SLOTS, _draw_slots), (SPEED, _draw_speed), (ALONG, _draw_along)):
         figure = draw(results, settings)
@@ -43,7 +41,7 @@ def draw_pictures(results: Sequence[SetResult], title: str, folder: str | Path) 
 
 
 def _figure(num_rows: int, num_columns: int, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an extra; the rest of the package works without it
 
     figure = Figure(figsize=(6.5 * num_columns, 0.7 + height * num_rows), layout="constrained")
     return figure, figure.subplots(num_rows, num_columns, squeeze=False)
