@@ -467,17 +467,27 @@ def test_without_matplotlib_the_card_says_so_in_words(config, tmp_path, monkeypa
     assert not (tmp_path / PICTURE_NAME).exists()
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "model_cards").iterdir()), ids=lambda folder: folder.name)
+PUBLISHED = sorted(facts.parent for facts in ROOT.glob(f"model_cards/*/{FACTS_NAME}"))
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
 def test_published_cards_are_what_their_facts_render_to(folder):
     """After a change of the template: `write_model_card(folder, DraftCard.from_folder(folder))`."""
     card = DraftCard.from_folder(folder)
-    assert (folder / "README.md").read_text() == str(card.render(PICTURE_NAME))
-    results = json.loads((folder / "results.json").read_text())
+    pictures = [PICTURE_NAME, *(card.suite.pictures if card.suite else ())]
+    assert (folder / "README.md").read_text() == str(card.render(pictures[0], None, pictures[1:]))
+    assert all((folder / name).is_file() for name in pictures)
+
+
+@pytest.mark.parametrize(
+    "folder", [each for each in PUBLISHED if each.name.endswith("-demo")], ids=lambda each: each.name
+)
+def test_the_card_of_a_demo_has_the_numbers_of_its_results(folder):
+    card, results = DraftCard.from_folder(folder), json.loads((folder / "results.json").read_text())
     assert card.measured.as_dict() == results["summary"]
     environment = {"hardware": card.protocol.hardware, "software": card.protocol.software}
     assert environment == results["environment"]
     assert (card.steps, card.epochs) == (results["training"]["steps"], results["training"]["epochs"])
-    assert (folder / PICTURE_NAME).is_file()
 
 
 # ---- snippets ----
