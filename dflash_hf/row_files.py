@@ -6,6 +6,8 @@ from pathlib import Path
 
 import datasets
 
+from .row_shards import JOURNAL, SETTINGS
+
 
 def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
     """
@@ -21,25 +23,40 @@ def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
 
     Raises:
         FileNotFoundError: it looks like a file and is none.
-        ValueError: the file cannot be parsed, or the folder has files that no split would take.
+        ValueError: a file cannot be parsed; the folder has files that no split would take, or answers of a
+            `regenerate` that was killed before it wrote them as a shard.
     """
     path = Path(name)
     kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix)
-    if path.is_dir() and not (path / "README.md").is_file():  # whose card may say which files are rows
-        _check_that_all_files_are_read(path, config)
-    if kind is None or path.is_dir():
-        return datasets.load_dataset(name, config, split=split)
-    if not path.is_file():
+    if path.is_dir():
+        _check_that_all_answers_are_in_shards(path)
+        if not (path / "README.md").is_file():  # whose card may say which files are rows
+            _check_that_all_files_are_read(path, config)
+        kind = None
+    elif kind is not None and not path.is_file():
         raise FileNotFoundError(
             f"The data file {name} does not exist. Give a JSON-lines or Parquet file or a Hub name."
         )
-    if path.stat().st_size == 0:
+    elif kind is not None and path.stat().st_size == 0:
         raise ValueError(f"The data file {name} is empty.")
     try:
+        if kind is None:
+            return datasets.load_dataset(name, config, split=split)
         return datasets.load_dataset(kind, data_files=name, split="train")
     except datasets.exceptions.DatasetGenerationError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"The data file {name} cannot be read as {kind}: {reason}") from error
+        what = f"The data file {name} cannot be read as {kind}" if kind else f"The rows of {name} cannot be read"
+        raise ValueError(f"{what}: {reason}") from error
+
+
+def _check_that_all_answers_are_in_shards(folder: Path) -> None:
+    journal = folder / JOURNAL
+    if (folder / SETTINGS).is_file() and journal.is_file() and journal.stat().st_size > 0:
+        raise ValueError(
+            f"The folder {folder} has answers in {JOURNAL} that are in no shard yet: `dflash-hf regenerate` writes "
+            "there or was killed. Run it again, which goes on; its end, or Ctrl-C, makes a shard of them. For the "
+            f"shards alone name {folder / 'data'}."
+        )
 
 
 def _check_that_all_files_are_read(folder: Path, config: str | None) -> None:
