@@ -27,7 +27,7 @@ PAGES = [
     ROOT / "README.md",
     *GUIDES,
     *sorted((ROOT / "notebooks").glob("*.md")),
-    *ROOT.glob("model_cards/*/README.md"),
+    *sorted(ROOT.glob("model_cards/**/README.md")),
 ]
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
 
@@ -75,7 +75,10 @@ RUN_ELSEWHERE = {
     "docs/sharing.md": "test_docs.py: needs a Hub",
     "docs/training.md": "test_model_card.py: looks at the card",
     "README.md": "test_docs.py",
-    "model_cards/SmolLM2-135M-Instruct-DFlash-demo/README.md": "test_model_card.py runs the snippets of a fresh card",
+    **{
+        f"model_cards/{facts.parent.name}/README.md": "test_model_card.py: the snippets of fresh cards"
+        for facts in ROOT.glob("model_cards/*/card_facts.json")
+    },
 }
 # Blocks that cannot run here, by their page and number.
 NOT_RUN = {
