@@ -132,7 +132,8 @@ def draw_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
     """
     Draw acceptance over the minutes of every run and, of two runs or more, over their rows.
 
-    The walked acceptance length is drawn, or that of sampled anchors where a run has no other.
+    The walked acceptance length is drawn, or that of sampled anchors where a run has no other. A line over the rows
+    joins runs of equally many steps: between others, rows are not all that differs.
 
     Args:
         curves (`Sequence[LearningCurve]`): one a run.
@@ -143,19 +144,36 @@ def draw_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
     """
     from matplotlib.figure import Figure  # an extra; the rest of the package works without it
 
-    by_rows = sorted((curve for curve in curves if curve.num_rows is not None), key=lambda curve: curve.num_rows or 0)
-    panels = 2 if len(by_rows) > 1 else 1
+    by_steps: dict[int, list[LearningCurve]] = {}
+    for curve in sorted(curves, key=lambda curve: curve.num_rows or 0):
+        if curve.num_rows is not None:
+            by_steps.setdefault(curve.last.step, []).append(curve)
+    row_counts = sorted({curve.num_rows for same in by_steps.values() for curve in same if curve.num_rows is not None})
+    panels = 2 if sum(map(len, by_steps.values())) > 1 else 1
     figure = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    for curve in curves:
-        label = curve.name if curve.num_rows is None else f"{curve.name}: {curve.num_rows:,} rows"
-        axes[0].plot([point.minutes for point in curve.points], [_height(p) for p in curve.points], ".-", label=label)
+    for index, curve in enumerate(curves):
+        label, color = curve.name if curve.num_rows is None else f"{curve.name}: {curve.num_rows:,} rows", f"C{index}"
+        heights = [_height(point) for point in curve.points]
+        axes[0].plot([point.minutes for point in curve.points], heights, ".-", color=color, label=label)
+        if panels == 2 and curve.num_rows is not None:
+            axes[1].plot(curve.num_rows, heights[-1], "o", color=color)
     axes[0].set(xlabel="minutes of optimizer steps", ylabel="acceptance length on held-out rows")
     axes[0].legend(fontsize=8)
     if panels == 2:
-        axes[1].plot([curve.num_rows for curve in by_rows], [_height(curve.last) for curve in by_rows], "o-")
+        for steps, same in by_steps.items():
+            rows, heights = [curve.num_rows for curve in same], [_height(curve.last) for curve in same]
+            axes[1].plot(rows, heights, color="0.6", zorder=0)
+            axes[1].annotate(
+                f"{steps:,} steps",
+                (rows[-1], heights[-1]),
+                (-5, 5),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+            )
         axes[1].set(xlabel="rows learned from", xscale="log")
-        axes[1].set_xticks([curve.num_rows for curve in by_rows], [f"{curve.num_rows:,}" for curve in by_rows])
+        axes[1].set_xticks(row_counts, [f"{count:,}" for count in row_counts])
         axes[1].minorticks_off()
     for panel in axes:
         panel.grid(alpha=0.3)
