@@ -490,6 +490,44 @@ def test_the_card_of_a_demo_has_the_numbers_of_its_results(folder):
     assert (card.steps, card.epochs) == (results["training"]["steps"], results["training"]["epochs"])
 
 
+@pytest.mark.parametrize(
+    "folder", [each for each in PUBLISHED if "-demo" not in each.name], ids=lambda each: each.name
+)
+def test_the_card_of_an_evaluated_draft_has_the_numbers_of_its_results(folder):
+    card, names = DraftCard.from_folder(folder), ("accept_len", "speed_up", "identical_share")
+    results = json.loads((folder / "results.json").read_text())
+    numbers = [[each[name] for name in names] for each in (*results["results"], *results["means"])]
+    assert [[getattr(row, name) for name in names] for row in card.suite.rows] == numbers
+    assert results["is_complete"]
+    bare = json.loads((folder / "gsm8k-test-bare.json").read_text())
+    (result,) = bare["results"]
+    measured = card.measured.as_dict()
+    assert {name: measured[name] for name in ("num_prompts", "accept_len", "slot_acceptance", "speed_up")} == {
+        name: result[name] for name in ("num_prompts", "accept_len", "slot_acceptance", "speed_up")
+    }
+    assert measured["num_identical"] == sum(pair["num_identical"] for pair in bare["pairs"])
+    assert card.protocol.hardware == bare["runs"][0]["hardware"]
+
+
+SPEEDS = "{plain_tokens_per_s:.1f} → {drafted_tokens_per_s:.1f} tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("name", "in_readme", "what"),
+    [
+        ("gsm8k-test-bare", f"{{accept_len:.2f}} of 8, {{speed_up:.2f}}× ({SPEEDS})", "blocks of 8"),
+        ("gsm8k-test-bare-tree", "{accept_len:.2f}, {speed_up:.2f}×", "trees of 16 tokens"),
+    ],
+)
+def test_pages_tell_the_numbers_that_were_measured(name, in_readme, what):
+    results = json.loads((ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash" / f"{name}.json").read_text())
+    (result,) = results["results"]
+    low, high = result["accept_len_interval"]
+    assert in_readme.format(**result) in (ROOT / "README.md").read_text()
+    row = f"| {what} | {{accept_len:.2f}} ({low:.2f} – {high:.2f}) | {{speed_up:.2f}}× ({SPEEDS}) |"
+    assert row.format(**result) in (ROOT / "model_cards" / "README.md").read_text()
+
+
 # ---- snippets ----
 
 
