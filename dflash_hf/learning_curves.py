@@ -144,41 +144,38 @@ def draw_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
     """
     from matplotlib.figure import Figure  # an extra; the rest of the package works without it
 
-    by_steps: dict[int, list[LearningCurve]] = {}
-    for curve in sorted(curves, key=lambda curve: curve.num_rows or 0):
-        if curve.num_rows is not None:
-            by_steps.setdefault(curve.last.step, []).append(curve)
-    row_counts = sorted({curve.num_rows for same in by_steps.values() for curve in same if curve.num_rows is not None})
-    panels = 2 if sum(map(len, by_steps.values())) > 1 else 1
+    panels = 2 if sum(curve.num_rows is not None for curve in curves) > 1 else 1
     figure = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     for index, curve in enumerate(curves):
-        label, color = curve.name if curve.num_rows is None else f"{curve.name}: {curve.num_rows:,} rows", f"C{index}"
-        heights = [_height(point) for point in curve.points]
-        axes[0].plot([point.minutes for point in curve.points], heights, ".-", color=color, label=label)
-        if panels == 2 and curve.num_rows is not None:
-            axes[1].plot(curve.num_rows, heights[-1], "o", color=color)
+        label = curve.name if curve.num_rows is None else f"{curve.name}: {curve.num_rows:,} rows"
+        minutes, heights = zip(*((point.minutes, _height(point)) for point in curve.points), strict=True)
+        axes[0].plot(minutes, heights, ".-", color=f"C{index}", label=label)
     axes[0].set(xlabel="minutes of optimizer steps", ylabel="acceptance length on held-out rows")
     axes[0].legend(fontsize=8)
     if panels == 2:
-        for steps, same in by_steps.items():
-            rows, heights = [curve.num_rows for curve in same], [_height(curve.last) for curve in same]
-            axes[1].plot(rows, heights, color="0.6", zorder=0)
-            axes[1].annotate(
-                f"{steps:,} steps",
-                (rows[-1], heights[-1]),
-                (-5, 5),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8,
-            )
-        axes[1].set(xlabel="rows learned from", xscale="log")
-        axes[1].set_xticks(row_counts, [f"{count:,}" for count in row_counts])
-        axes[1].minorticks_off()
+        _draw_over_rows(axes[1], curves)
     for panel in axes:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def _draw_over_rows(panel: Any, curves: Sequence[LearningCurve]) -> None:
+    by_steps: dict[int, list[tuple[int, float]]] = {}
+    for index, curve in enumerate(curves):
+        if curve.num_rows is not None:
+            by_steps.setdefault(curve.last.step, []).append((curve.num_rows, _height(curve.last)))
+            panel.plot(curve.num_rows, _height(curve.last), "o", color=f"C{index}")  # as in the other panel
+    for steps, points in by_steps.items():
+        rows, heights = zip(*sorted(points), strict=True)
+        panel.plot(rows, heights, color="0.6", zorder=0)
+        end = (rows[-1], heights[-1])
+        panel.annotate(f"{steps:,} steps", end, (-5, 5), textcoords="offset points", ha="right", fontsize=8)
+    row_counts = sorted({rows for points in by_steps.values() for rows, _ in points})
+    panel.set(xlabel="rows learned from", xscale="log")
+    panel.set_xticks(row_counts, [f"{rows:,}" for rows in row_counts])
+    panel.minorticks_off()
 
 
 def _height(point: CurvePoint) -> float:
