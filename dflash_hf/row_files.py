@@ -33,12 +33,13 @@ def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
         if not (path / "README.md").is_file():  # whose card may say which files are rows
             _check_that_all_files_are_read(path, config)
         kind = None
-    elif kind is not None and not path.is_file():
-        raise FileNotFoundError(
-            f"The data file {name} does not exist. Give a JSON-lines or Parquet file or a Hub name."
-        )
-    elif kind is not None and path.stat().st_size == 0:
-        raise ValueError(f"The data file {name} is empty.")
+    elif kind is not None:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"The data file {name} does not exist. Give a JSON-lines or Parquet file or a Hub name."
+            )
+        if path.stat().st_size == 0:
+            raise ValueError(f"The data file {name} is empty.")
     try:
         if kind is None:
             return datasets.load_dataset(name, config, split=split)

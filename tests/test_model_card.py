@@ -467,7 +467,10 @@ def test_without_matplotlib_the_card_says_so_in_words(config, tmp_path, monkeypa
     assert not (tmp_path / PICTURE_NAME).exists()
 
 
-PUBLISHED = sorted(facts.parent for facts in ROOT.glob(f"model_cards/*/{FACTS_NAME}"))
+CARDS = ROOT / "model_cards"
+PUBLISHED = sorted(facts.parent for facts in CARDS.glob(f"*/{FACTS_NAME}"))
+OF_THE_DEMO = CARDS / "SmolLM2-135M-Instruct-DFlash-demo"
+EVALUATED = [folder for folder in PUBLISHED if folder != OF_THE_DEMO]
 
 
 @pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
@@ -479,20 +482,15 @@ def test_published_cards_are_what_their_facts_render_to(folder):
     assert all((folder / name).is_file() for name in pictures)
 
 
-@pytest.mark.parametrize(
-    "folder", [each for each in PUBLISHED if each.name.endswith("-demo")], ids=lambda each: each.name
-)
-def test_the_card_of_a_demo_has_the_numbers_of_its_results(folder):
-    card, results = DraftCard.from_folder(folder), json.loads((folder / "results.json").read_text())
+def test_the_card_of_the_demo_has_the_numbers_of_its_results():
+    card, results = DraftCard.from_folder(OF_THE_DEMO), json.loads((OF_THE_DEMO / "results.json").read_text())
     assert card.measured.as_dict() == results["summary"]
     environment = {"hardware": card.protocol.hardware, "software": card.protocol.software}
     assert environment == results["environment"]
     assert (card.steps, card.epochs) == (results["training"]["steps"], results["training"]["epochs"])
 
 
-@pytest.mark.parametrize(
-    "folder", [each for each in PUBLISHED if "-demo" not in each.name], ids=lambda each: each.name
-)
+@pytest.mark.parametrize("folder", EVALUATED, ids=lambda folder: folder.name)
 def test_the_card_of_an_evaluated_draft_has_the_numbers_of_its_results(folder):
     card, names = DraftCard.from_folder(folder), ("accept_len", "speed_up", "identical_share")
     results = json.loads((folder / "results.json").read_text())
@@ -502,9 +500,8 @@ def test_the_card_of_an_evaluated_draft_has_the_numbers_of_its_results(folder):
     bare = json.loads((folder / "gsm8k-test-bare.json").read_text())
     (result,) = bare["results"]
     measured = card.measured.as_dict()
-    assert {name: measured[name] for name in ("num_prompts", "accept_len", "slot_acceptance", "speed_up")} == {
-        name: result[name] for name in ("num_prompts", "accept_len", "slot_acceptance", "speed_up")
-    }
+    for name in ("num_prompts", "accept_len", "slot_acceptance", "speed_up"):
+        assert measured[name] == result[name]
     assert measured["num_identical"] == sum(pair["num_identical"] for pair in bare["pairs"])
     assert card.protocol.hardware == bare["runs"][0]["hardware"]
 
@@ -520,12 +517,28 @@ SPEEDS = "{plain_tokens_per_s:.1f} → {drafted_tokens_per_s:.1f} tokens/s"
     ],
 )
 def test_pages_tell_the_numbers_that_were_measured(name, in_readme, what):
-    results = json.loads((ROOT / "model_cards" / "SmolLM2-135M-Instruct-DFlash" / f"{name}.json").read_text())
+    results = json.loads((CARDS / "SmolLM2-135M-Instruct-DFlash" / f"{name}.json").read_text())
     (result,) = results["results"]
     low, high = result["accept_len_interval"]
     assert in_readme.format(**result) in (ROOT / "README.md").read_text()
     row = f"| {what} | {{accept_len:.2f}} ({low:.2f} – {high:.2f}) | {{speed_up:.2f}}× ({SPEEDS}) |"
-    assert row.format(**result) in (ROOT / "model_cards" / "README.md").read_text()
+    assert row.format(**result) in (CARDS / "README.md").read_text()
+
+
+def test_the_overview_tells_the_numbers_of_the_curves_and_of_the_second_family():
+    text = " ".join((CARDS / "README.md").read_text().split())
+    curves = {curve["name"]: curve["points"] for curve in json.loads((CARDS / "curves.json").read_text())}
+    ends = {name: points[-1]["serving_accept_len"] for name, points in curves.items()}
+    short = "In 497 steps 250 rows reach {rows-250:.2f}, 1,000 reach {rows-1000:.2f} and all {rows-4683:.2f}"
+    assert short.format(**ends) in text
+    for point in curves["SmolLM2-135M-Instruct-DFlash"]:
+        if point["step"] in (400, 1200, 1800, 2400):
+            assert f"{point['serving_accept_len']:.2f} after {point['minutes']:.0f}" in text
+    gemma = CARDS / "gemma-3-270m-DFlash"
+    sums = json.loads((gemma / "results.json").read_text())["results"][0]
+    (bare,) = json.loads((gemma / "gsm8k-test-bare.json").read_text())["results"]
+    assert "{accept_len:.2f} tokens a pass and {speed_up:.2f}× on GSM8K".format(**sums) in text
+    assert "{accept_len:.2f} and {speed_up:.2f}× on its bare questions".format(**bare) in text
 
 
 # ---- snippets ----
