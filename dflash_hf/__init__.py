@@ -2,17 +2,17 @@
 
 from transformers import AutoConfig, AutoModel
 
-from .batch_plan import DFlashBatchPlan, build_dflash_batch_plan
-from .checkpoints import convert_checkpoint, read_checkpoint, save_in_layout
-from .configuration_dflash import DFlashConfig
-from .decoding import DFlashGenerateOutput, dflash_decoding, speculative_generate
-from .decoding_statistics import DecodingStatistics
-from .layouts import native_values
-from .model_card import DraftCard, write_model_card
-from .modeling_dflash import DFlashBody, DFlashDraftModel, UntiedDraftError
-from .sharing import publish_draft, push_draft
-from .trainer import DFlashTrainer
-from .training_args import DFlashTrainingArguments
+from .blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
+from .checkpoints.io import convert_checkpoint, read_checkpoint, save_in_layout
+from .checkpoints.read_layouts import native_values
+from .decoding.generate import DFlashGenerateOutput, dflash_decoding, speculative_generate
+from .decoding.statistics import DecodingStatistics
+from .hub.model_card import DraftCard, write_model_card
+from .hub.push import publish_draft, push_draft
+from .model.configuration_dflash import DFlashConfig
+from .model.modeling_dflash import DFlashBody, DFlashDraftModel, UntiedDraftError
+from .training.arguments import DFlashTrainingArguments
+from .training.trainer import DFlashTrainer
 
 # exist_ok: the day transformers has a `dflash` of its own, this import still works.
 AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)

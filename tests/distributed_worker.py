@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.data import DFlashCollator
-from dflash_hf.optimization import MuonWithAdamW
+from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.training.optimizer import MuonWithAdamW
 
 ROWS = 4
 FSDP = {

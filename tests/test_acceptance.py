@@ -9,10 +9,10 @@ from decoding_pairs import make_guessing_draft, make_target
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from dflash_hf.acceptance import accept_by_probability, accept_greedily
-from dflash_hf.decoding import speculative_generate
-from dflash_hf.generation_rules import BlockScores
-from dflash_hf.target import target_hidden_states
+from dflash_hf.decoding.acceptance import accept_by_probability, accept_greedily
+from dflash_hf.decoding.generate import speculative_generate
+from dflash_hf.decoding.logits_processing import BlockScores
+from dflash_hf.target.hidden_states import target_hidden_states
 
 NUM_DRAWS, VOCABULARY = 20_000, 7
 LEAST_P_VALUE = 1e-3  # the seed is fixed; a wrong rule gives less than 1e-9

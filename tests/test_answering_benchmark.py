@@ -6,9 +6,9 @@ import json
 
 from typer.testing import CliRunner
 
-from dflash_hf.answering import Answer, RequestFeed, TurnRequest
-from dflash_hf.answering_benchmark import measure_answers, share_of_same
+from dflash_hf.benchmarks.regeneration import measure_answers, share_of_same
 from dflash_hf.cli import app
+from dflash_hf.regeneration.requests import Answer, RequestFeed, TurnRequest
 
 
 class Scripted:

@@ -7,7 +7,7 @@ import reference
 import torch
 
 from dflash_hf import DFlashBatchPlan, build_dflash_batch_plan
-from dflash_hf.batch_plan import mix
+from dflash_hf.blocks.plan import mix
 
 HOLES = [[0, 0] + [1] * 10 + [0] + [1] * 7]
 

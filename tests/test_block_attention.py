@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash_hf import block_attention, build_dflash_batch_plan
-from dflash_hf.attention_mask import dense_block_mask, training_masks
-from dflash_hf.block_attention import BlockAttention
+from dflash_hf.blocks.attention import BlockAttention
+from dflash_hf.blocks.attention_mask import dense_block_mask, training_masks
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH, BLOCKS, GAMMA = 6, 2, 8, 19, 7, 3
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dflash_hf.block_length import AdaptiveBlockLength, PassTimes
+from dflash_hf.decoding.draft_length import AdaptiveBlockLength, PassTimes
 
 
 def simulate(

@@ -23,11 +23,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dflash_hf import chat_session
-from dflash_hf.chat_session import Answer, ChatSession, Span, Speed, TokenText
 from dflash_hf.cli import main
 from dflash_hf.cli.chat import AnswerDisplay, coloured
-from dflash_hf.decoding import speculative_generate
-from dflash_hf.evaluation import chat_inputs, generate_timed
+from dflash_hf.cli.chat_session import Answer, ChatSession, Span, Speed, TokenText
+from dflash_hf.decoding.generate import speculative_generate
+from dflash_hf.evaluation.compare import chat_inputs, generate_timed
 
 BYTES = {"vocab_size": 272, "pad_token_id": 256, "eos_token_id": 257}
 

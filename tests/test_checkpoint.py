@@ -292,7 +292,7 @@ def test_local_folders_need_no_network(pair_on_disk):
         pair_on_disk,
         setup="import dflash_hf",
         arguments="",
-        check="assert type(draft).__module__ == 'dflash_hf.modeling_dflash'",
+        check="assert type(draft).__module__ == 'dflash_hf.model.modeling_dflash'",
     )
     assert result.stdout.strip().endswith("done"), result.stderr[-2000:]
 

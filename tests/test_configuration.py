@@ -8,7 +8,7 @@ from transformers import AutoConfig, Gemma3Config, LlamaConfig, Qwen3Config, T5C
 from transformers.utils import logging
 
 from dflash_hf import DFlashConfig
-from dflash_hf.configuration_dflash import choose_mask_token_id, default_target_layer_ids
+from dflash_hf.model.configuration_dflash import choose_mask_token_id, default_target_layer_ids
 
 
 def test_defaults_are_the_reference_draft():
@@ -114,7 +114,7 @@ def test_invalid_values_raise_value_error_with_field_value_and_rule(values, word
 
 
 def test_from_target_derives_everything_and_says_what_it_chose(caplog, tokenizer):
-    logger = logging.get_logger("dflash_hf.configuration_dflash")
+    logger = logging.get_logger("dflash_hf.model.configuration_dflash")
     logger.propagate = True
     target = make_target(
         vocab_size=272, num_hidden_layers=9, rope_parameters={"rope_type": "default", "rope_theta": 7e4}

@@ -17,10 +17,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MuseGli
 from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashDraftModel, speculative_generate
-from dflash_hf.checkpoints import save_in_layout
-from dflash_hf.demo_target import prepare_demo_target
-from dflash_hf.evaluation import chat_inputs
-from dflash_hf.prompts import read_prompts
+from dflash_hf.checkpoints.io import save_in_layout
+from dflash_hf.data.prompts import read_prompts
+from dflash_hf.evaluation.compare import chat_inputs
+from dflash_hf.target.demo import prepare_demo_target
 
 MAX_NEW_TOKENS = 64
 

@@ -10,8 +10,8 @@ from test_trainer import make_trainer, rows_of, weights
 from transformers import TrainingArguments
 
 from dflash_hf import data, supervision
-from dflash_hf.data import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
-from dflash_hf.supervision import tokenize_row
+from dflash_hf.data.dataset import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
+from dflash_hf.data.labels import tokenize_row
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
 
@@ -109,7 +109,7 @@ def test_rows_without_supervision_are_dropped_with_counts(tokenizer, caplog):
     """Case 12."""
     from transformers.utils import logging
 
-    logging.get_logger("dflash_hf.data").propagate = True
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
     rows = [
         {"messages": [USER, ANSWER]},
         {"messages": [USER]},
@@ -128,7 +128,7 @@ def test_counts_of_dropped_and_cut_rows_are_said_again_when_they_come_out_of_the
 ):
     from transformers.utils import logging
 
-    logging.get_logger("dflash_hf.data").propagate = True
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
     path = tmp_path / "rows.jsonl"
     contents = ["It is 4.", "It is 4, as everybody knows."]
     rows = [{"messages": [USER, {"role": "assistant", "content": content}]} for content in contents]
@@ -160,7 +160,7 @@ def counted(function, calls):
 def test_only_the_first_process_says_what_happened_to_the_rows(caplog, target, tmp_path, monkeypatch):
     from transformers.utils import logging
 
-    logging.get_logger("dflash_hf.data").propagate = True
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
     rows = [{"input_ids": [1, 2, 3], "sample_id": 1}, {"input_ids": [1, 2], "sample_id": 1}, {"input_ids": [1]}]
     prepare_dataset(rows, None, max_length=2)
     assert len(caplog.records) == 2
@@ -170,7 +170,7 @@ def test_only_the_first_process_says_what_happened_to_the_rows(caplog, target, t
     monkeypatch.setattr(TrainingArguments, "should_log", property(lambda self: False))
     for source in (rows, datasets.Dataset.from_list(rows).to_iterable_dataset()):
         make_trainer(target, tmp_path, rows=source, max_length=2, packing=True, max_steps=2).train()
-    assert not [record for record in caplog.records if record.name == "dflash_hf.data"]
+    assert not [record for record in caplog.records if record.name == "dflash_hf.data.dataset"]
 
 
 @pytest.mark.parametrize("rows", [[], [{"messages": [USER]}]])
@@ -243,7 +243,7 @@ def test_an_empty_conversation_is_dropped_and_counted(tokenizer):
 def test_repeated_sample_ids_are_a_warning(caplog):
     from transformers.utils import logging
 
-    logging.get_logger("dflash_hf.data").propagate = True
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
     rows = [{"input_ids": [1, 2, index], "sample_id": index // 3} for index in range(6)]
     assert len(prepare_dataset(rows, None, max_length=9)) == 6
     assert "4 of 6 rows repeat the sample_id of another row" in caplog.text

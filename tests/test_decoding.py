@@ -18,9 +18,9 @@ from decoding_pairs import (
 from transformers.utils import logging as transformers_logging
 
 from dflash_hf import build_dflash_batch_plan
-from dflash_hf.decoding import dflash_decoding, speculative_generate
-from dflash_hf.target import target_hidden_states
-from dflash_hf.trainer import block_losses
+from dflash_hf.decoding.generate import dflash_decoding, speculative_generate
+from dflash_hf.target.hidden_states import target_hidden_states
+from dflash_hf.training.trainer import block_losses
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 ALWAYS, SOMETIMES, NEVER = 0.0, 0.3, 1.1  # share of wrong guesses
@@ -110,7 +110,7 @@ def test_greedy_text_equals_plain_generation_on_fifty_prompts():
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
 def test_a_text_beyond_window_and_first_buffer_equals_plain_generation(name, monkeypatch):
     """Buffers grow, and a sliding layer lets go of what it no longer sees."""
-    monkeypatch.setattr("dflash_hf.row_cache.GROWTH_COLUMNS", 16)
+    monkeypatch.setattr("dflash_hf.decoding.kv_cache.GROWTH_COLUMNS", 16)
     target = make_family(name)
     draft = make_guessing_draft(target, layer_types=["sliding_attention", "full_attention"], sliding_window=9)
     inputs = ragged_prompts(2, length=6)

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from dflash_hf.decoding import dflash_decoding, speculative_generate
+from dflash_hf.decoding.generate import dflash_decoding, speculative_generate
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 10}
 PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}

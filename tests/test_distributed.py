@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, DraftCard
-from dflash_hf.data import DFlashCollator
-from dflash_hf.losses import is_plain_head
+from dflash_hf.blocks.losses import is_plain_head
+from dflash_hf.data.dataset import DFlashCollator
 
 
 @pytest.fixture(scope="module")

@@ -145,7 +145,7 @@ def test_links_to_files_lead_somewhere(path):
 
 def test_arguments_named_in_the_training_guide_exist():
     from dflash_hf.cli.train import DraftAndDataArguments
-    from dflash_hf.training_args import DFlashTrainingArguments
+    from dflash_hf.training.arguments import DFlashTrainingArguments
 
     known = {*DraftAndDataArguments.__dataclass_fields__, *DFlashTrainingArguments.__dataclass_fields__}
     names = set(re.findall(r"`([a-z]+_[a-z_0-9]+)(?:=[^`]*)?`", (ROOT / "docs" / "training.md").read_text()))
@@ -171,7 +171,7 @@ def test_statistics_in_the_decoding_guide_are_those_of_a_call():
 
 
 def test_processors_in_the_decoding_guide_are_treated_as_it_says():
-    from dflash_hf.generation_rules import PREFIX_FREE, ROW_NUMBERED, STATEFUL
+    from dflash_hf.decoding.logits_processing import PREFIX_FREE, ROW_NUMBERED, STATEFUL
 
     cells = guide_cells("Stopping, processors, chats")
     for line, kinds in ((0, PREFIX_FREE), (3, STATEFUL), (4, ROW_NUMBERED)):
@@ -181,7 +181,7 @@ def test_processors_in_the_decoding_guide_are_treated_as_it_says():
 def test_arguments_and_constants_in_the_decoding_guide_exist():
     from transformers import GenerationConfig
 
-    from dflash_hf.decoding_loop import WAITING_TOKENS
+    from dflash_hf.decoding.loop import WAITING_TOKENS
 
     text = (ROOT / "docs" / "decoding.md").read_text()
     own = {*inspect.signature(dflash_hf.dflash_decoding).parameters}
@@ -227,7 +227,7 @@ def test_shell_lines_of_the_guides_about_checkpoints_are_understood(name):
 
 def test_readme_shell_flags_exist():
     from dflash_hf.cli.train import DraftAndDataArguments
-    from dflash_hf.training_args import DFlashTrainingArguments
+    from dflash_hf.training.arguments import DFlashTrainingArguments
 
     known = {*DraftAndDataArguments.__dataclass_fields__, *DFlashTrainingArguments.__dataclass_fields__}
     (command,) = re.findall(r"(dflash-hf train --.*?)\ndflash-hf", (ROOT / "README.md").read_text(), flags=re.DOTALL)

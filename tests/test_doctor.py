@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import dflash_hf.doctor_checks
+import dflash_hf.doctor.checks
 from dflash_hf import DFlashDraftModel, build_dflash_batch_plan
-from dflash_hf.alterations import with_fields
-from dflash_hf.block_losses import block_hidden_states
-from dflash_hf.doctor import Examination, verdict
-from dflash_hf.doctor_checks import check_mask_token, check_target_states, check_template, check_weights
-from dflash_hf.findings import Finding, guarded
-from dflash_hf.slot_diagnosis import AnsweredPrompts, answer_prompts
+from dflash_hf.blocks.forward import block_hidden_states
+from dflash_hf.doctor.checks import check_mask_token, check_target_states, check_template, check_weights
+from dflash_hf.doctor.examination import Examination, verdict
+from dflash_hf.doctor.finding import Finding, guarded
+from dflash_hf.doctor.forced_decoding import AnsweredPrompts, answer_prompts
+from dflash_hf.doctor.perturbations import with_fields
 
 PROMPTS = ["How far is it?", "Name a river.", "Two and two?", "Sing.", "Tell me of the sea."]
 NEW_TOKENS = 32
@@ -284,9 +284,9 @@ def test_an_unreadable_target_and_bad_options_end_in_words(doctor, clinic, tmp_p
 
 
 def test_states_of_the_layer_before_are_found_and_the_layer_is_named(clinic, monkeypatch):
-    real = dflash_hf.doctor_checks.target_hidden_states
+    real = dflash_hf.doctor.checks.target_hidden_states
     monkeypatch.setattr(
-        dflash_hf.doctor_checks,
+        dflash_hf.doctor.checks,
         "target_hidden_states",
         lambda target, ids, mask, layer_ids: real(target, ids, mask, [layer_id + 1 for layer_id in layer_ids]),
     )

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import dflash_hf
 from dflash_hf.cli import app
 from dflash_hf.cli.train import DraftAndDataArguments
-from dflash_hf.training_args import DFlashTrainingArguments
+from dflash_hf.training.arguments import DFlashTrainingArguments
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "docs").rglob("*.md"))

@@ -12,9 +12,9 @@ from decoding_pairs import count_near_ties, make_family, make_guessing_draft, ma
 from test_stopping import Recorder, letters_pair
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, GPTNeoConfig, MptConfig
 
-from dflash_hf.acceptance import accept_by_probability, accept_greedily, accept_in_tree
-from dflash_hf.decoding import speculative_generate
-from dflash_hf.draft_tree import DECAY, MAX_RANKS, RIGHT, draft_tree
+from dflash_hf.decoding.acceptance import accept_by_probability, accept_greedily, accept_in_tree
+from dflash_hf.decoding.generate import speculative_generate
+from dflash_hf.decoding.tree import DECAY, MAX_RANKS, RIGHT, draft_tree
 
 CPU = torch.device("cpu")
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -265,7 +265,7 @@ def test_nodes_see_by_their_positions_in_the_text_where_a_window_is_shorter_than
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_a_chat_goes_on_from_a_cache_that_trees_have_written(name, monkeypatch):
-    monkeypatch.setattr("dflash_hf.row_cache.GROWTH_COLUMNS", 8)
+    monkeypatch.setattr("dflash_hf.decoding.kv_cache.GROWTH_COLUMNS", 8)
     target = make_family(name)
     first = target.generate(**PROMPT, **GREEDY, max_new_tokens=20)
     draft = taught(target, first, 1.1, 1.1)

@@ -16,9 +16,9 @@ from test_prompt_suites import NAMES, write_prompts
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import app
-from dflash_hf.model_card import DraftCard
-from dflash_hf.prompt_suites import HUB_PROMPTS
-from dflash_hf.suite_journal import SuiteJournal
+from dflash_hf.evaluation.journal import SuiteJournal
+from dflash_hf.evaluation.prompt_sets import HUB_PROMPTS
+from dflash_hf.hub.model_card import DraftCard
 
 PICTURES = ["eval_along.png", "eval_slots.png", "eval_speed.png"]
 QUICK = ("--max-new-tokens", 8, "--dtype", "float32")

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, build_dflash_batch_plan
-from dflash_hf.evaluation import Comparison, Generation, generate_timed, summarize_comparisons
-from dflash_hf.target import target_hidden_states
-from dflash_hf.trainer import block_losses
+from dflash_hf.evaluation.compare import Comparison, Generation, generate_timed, summarize_comparisons
+from dflash_hf.target.hidden_states import target_hidden_states
+from dflash_hf.training.trainer import block_losses
 
 DFLASH = {"speculation_type": "dflash"}
 

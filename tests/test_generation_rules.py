@@ -9,8 +9,8 @@ from decoding_pairs import count_near_ties, make_guessing_draft, make_target, ra
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from dflash_hf.decoding import speculative_generate
-from dflash_hf.generation_rules import PREFIX_FREE, BlockScores
+from dflash_hf.decoding.generate import speculative_generate
+from dflash_hf.decoding.logits_processing import PREFIX_FREE, BlockScores
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 16}
 

@@ -218,7 +218,7 @@ def test_a_failed_save_leaves_no_half_written_folder(draft, tmp_path, monkeypatc
     def fail(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("dflash_hf.checkpoints.save_file", fail)
+    monkeypatch.setattr("dflash_hf.checkpoints.io.save_file", fail)
     draft.save_pretrained(tmp_path / "draft")
     with pytest.raises(OSError, match="No space left"):
         convert_checkpoint(tmp_path / "draft", tmp_path / "out", "serving")
@@ -237,7 +237,7 @@ def test_a_destination_with_files_is_not_touched(draft, tmp_path):
 def test_float16_is_warned_about(draft, tmp_path, caplog):
     """Case 42."""
     draft.save_pretrained(tmp_path / "draft")
-    logger = logging.getLogger("dflash_hf.modeling_dflash")
+    logger = logging.getLogger("dflash_hf.model.modeling_dflash")
     logger.addHandler(caplog.handler)
     try:
         DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32)

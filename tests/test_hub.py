@@ -18,7 +18,7 @@ from test_trainer import make_trainer
 
 from dflash_hf import DFlashDraftModel, save_in_layout
 from dflash_hf.cli import main
-from dflash_hf.sharing import draft_files, publish_draft, upload_draft, upload_in_background
+from dflash_hf.hub.push import draft_files, publish_draft, upload_draft, upload_in_background
 
 WEIGHTS_AND_CODE = {"config.json", "model.safetensors", "configuration_dflash.py", "modeling_dflash.py"}
 CARD_FILES = {"README.md", "card_facts.json"}

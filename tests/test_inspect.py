@@ -18,15 +18,15 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import dflash_hf.trainer
+import dflash_hf.training.trainer
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.row_inspection import Block, InspectedRow, StepPlan, TrainingRows, lanes_of
-from dflash_hf.row_page import render_page
-from dflash_hf.row_picture import draw_rows
-from dflash_hf.row_statistics import Histogram, RowStatistics
-from dflash_hf.row_terminal import ANCHOR_STYLE, coloured_text, print_row, print_statistics, strip
-from dflash_hf.row_text import token_pieces, visible
-from dflash_hf.target_text import read_target
+from dflash_hf.data.inspect_page import render_page
+from dflash_hf.data.inspect_picture import draw_rows
+from dflash_hf.data.inspect_rows import Block, InspectedRow, StepPlan, TrainingRows, lanes_of
+from dflash_hf.data.inspect_terminal import ANCHOR_STYLE, coloured_text, print_row, print_statistics, strip
+from dflash_hf.data.row_statistics import Histogram, RowStatistics
+from dflash_hf.data.row_text import token_pieces, visible
+from dflash_hf.target.loading import read_target
 
 PLAN = StepPlan(block_size=4, anchors_per_sample=3, optimizer_step=0, seed=42)
 HOSTILE = '<script>alert("1")</script> & \x1b[31m'
@@ -101,8 +101,8 @@ def test_blocks_shown_are_those_the_trainer_trains_in_step_0(saved_target, tmp_p
         plans.append((sample_ids, build(token_valid_mask, sample_ids, **kwargs)))
         return plans[-1][1]
 
-    build = dflash_hf.trainer.build_dflash_batch_plan
-    monkeypatch.setattr(dflash_hf.trainer, "build_dflash_batch_plan", recorded)
+    build = dflash_hf.training.trainer.build_dflash_batch_plan
+    monkeypatch.setattr(dflash_hf.training.trainer, "build_dflash_batch_plan", recorded)
     args = DFlashTrainingArguments(
         str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=5, anchors_per_sample=3, max_length=40,
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, block_attention="structured",

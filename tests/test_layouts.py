@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModel, Gemma3ForCausalLM, Gemma3TextCon
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_checkpoint, save_in_layout
-from dflash_hf.cli.loading import load_pair
-from dflash_hf.layout_writing import layout_config
-from dflash_hf.layouts import LAYOUTS, layout_of, native_values
-from dflash_hf.modeling_dflash import embedding_scale, rotary_angles
+from dflash_hf.checkpoints.read_layouts import LAYOUTS, layout_of, native_values
+from dflash_hf.checkpoints.write_layouts import layout_config
+from dflash_hf.model.modeling_dflash import embedding_scale, rotary_angles
+from dflash_hf.target.pair_loading import load_pair
 
 OTHER_LAYOUTS = LAYOUTS[1:]
 VARIANTS = {
@@ -352,7 +352,7 @@ def test_rotary_keys_of_the_target_are_left_out_aloud(caplog):
     """Case 17: the saved configuration describes the rotation that runs."""
     rope = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 2]}
     nested = {"mask_token_id": 96, "target_layer_ids": [0, 2], "block_size": 4}
-    logger = logging.getLogger("dflash_hf.layouts")
+    logger = logging.getLogger("dflash_hf.checkpoints.read_layouts")
     logger.addHandler(caplog.handler)
     try:
         config = DFlashConfig.from_dict({**Z_LAB, "rope_parameters": rope, "dflash_config": nested})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import error_line
 
-from dflash_hf.learning_curves import CurvePoint, LearningCurve, draw_curves, points_in, read_curve
+from dflash_hf.training.curves import CurvePoint, LearningCurve, draw_curves, points_in, read_curve
 
 TRAINING = ["--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3",
             "--draft_layers", "1", "--block_size", "4", "--num_target_layers", "2", "--max_steps", "4",

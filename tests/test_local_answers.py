@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from dflash_hf import slot_cache
-from dflash_hf.answer_rules import Draws, draw
-from dflash_hf.answering import Answer, Failure, RequestFeed, Sampling, TurnRequest
-from dflash_hf.local_answers import LocalEngine
+from dflash_hf.regeneration.local import LocalEngine
+from dflash_hf.regeneration.requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
+from dflash_hf.regeneration.sampling import Draws, draw
 
 END, PAD = 257, 256
 WORDS = ["", "a", "Why?", "Tell me a long story, please", "x" * 40, "one two", "?", "b" * 23]

@@ -22,20 +22,11 @@ from test_trainer import make_trainer, rows_of
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashConfig, DFlashTrainingArguments
-from dflash_hf.card_words import NOT_RECORDED, code
-from dflash_hf.card_writer import (
-    ModelCardWriter,
-    changed_arguments,
-    last_and_best,
-    mask_token_in_words,
-    rows_are_text,
-    training_facts,
-)
-from dflash_hf.checkpoints import save_in_layout
+from dflash_hf.checkpoints.io import save_in_layout
 from dflash_hf.cli import main
 from dflash_hf.cli.train import DraftAndDataArguments, describe_rows
-from dflash_hf.evaluation import Summary
-from dflash_hf.model_card import (
+from dflash_hf.evaluation.compare import Summary
+from dflash_hf.hub.model_card import (
     FACTS_NAME,
     PICTURE_NAME,
     DraftCard,
@@ -44,6 +35,15 @@ from dflash_hf.model_card import (
     hub_id_or_folder,
     is_own_card,
     write_model_card,
+)
+from dflash_hf.markdown import NOT_RECORDED, code
+from dflash_hf.training.card import (
+    ModelCardWriter,
+    changed_arguments,
+    last_and_best,
+    mask_token_in_words,
+    rows_are_text,
+    training_facts,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -411,7 +411,7 @@ def test_folders_and_facts_that_cannot_be_read_are_named(draft, tmp_path):
 def test_half_written_facts_end_no_run(target, tmp_path, caplog):
     trainer = make_trainer(target, tmp_path, max_steps=1)
     (tmp_path / "out" / FACTS_NAME).write_text('{"title": "x')
-    with caplog.at_level(logging.WARNING, logger="dflash_hf.card_writer"):
+    with caplog.at_level(logging.WARNING, logger="dflash_hf.training.card"):
         trainer.create_model_card()
     assert "The facts of an earlier card are replaced" in caplog.text
     assert DraftCard.from_folder(tmp_path / "out", trainer.draft.config).title == "out"
@@ -435,7 +435,7 @@ def test_an_edited_or_foreign_readme_is_kept_and_its_own_is_replaced(config, tmp
     ):
         path.write_text(edited)
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="dflash_hf.model_card"):
+        with caplog.at_level(logging.WARNING, logger="dflash_hf.hub.model_card"):
             assert not write_model_card(tmp_path, later)
         assert path.read_text() == edited
         assert "is kept as it is" in caplog.text

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, FalconConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dflash_hf import packed_attention as module_under_test
-from dflash_hf.decoding import speculative_generate
-from dflash_hf.packed_attention import NAME, packed_attention, packed_sdpa
+from dflash_hf.decoding.generate import speculative_generate
+from dflash_hf.decoding.gqa_attention import NAME, packed_attention, packed_sdpa
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 9}
 PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}

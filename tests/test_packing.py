@@ -11,10 +11,10 @@ import torch
 from conftest import make_draft, make_target
 from test_trainer import StopAt, gradients_of, make_trainer, rows_of
 
-from dflash_hf.batch_plan import DFlashBatchPlan, build_dflash_batch_plan
-from dflash_hf.block_losses import block_losses
-from dflash_hf.data import DFlashCollator, pack_dataset, prepare_dataset
-from dflash_hf.packing import (
+from dflash_hf.blocks.forward import block_losses
+from dflash_hf.blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
+from dflash_hf.data.dataset import DFlashCollator, pack_dataset, prepare_dataset
+from dflash_hf.data.packing import (
     PACKING_WINDOW,
     documents_of,
     pack_lengths,
@@ -22,7 +22,7 @@ from dflash_hf.packing import (
     split_documents,
     states_of_packed_rows,
 )
-from dflash_hf.target import target_hidden_states
+from dflash_hf.target.hidden_states import target_hidden_states
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -71,7 +71,7 @@ def test_every_document_is_whole_in_one_packed_row_and_row_ids_are_distinct():
 def test_packing_says_how_full_the_rows_are(caplog):
     from transformers.utils import logging
 
-    logging.get_logger("dflash_hf.data").propagate = True
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
     rows = [{"input_ids": [1] * length} for length in (4, 6, 5)]
     prepared = prepare_dataset(rows, None, max_length=10)
     pack_dataset(prepared, 10)

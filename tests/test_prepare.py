@@ -16,11 +16,11 @@ from conftest import make_target
 from datasets import Json, List, Value
 
 from dflash_hf import DFlashDraftModel, prepared_folder
-from dflash_hf.answer_rendering import TemplateError
-from dflash_hf.prefix_check import check_prefix
-from dflash_hf.preparing import PreparationSettings, prepare_for_training
-from dflash_hf.supervision import SupervisedRow, read_row
-from dflash_hf.target_text import TargetText
+from dflash_hf.data.chat_template import TemplateError
+from dflash_hf.data.labels import SupervisedRow, read_row
+from dflash_hf.data.prepare import PreparationSettings, prepare_for_training
+from dflash_hf.data.prompt_check import check_prefix
+from dflash_hf.target.loading import TargetText
 
 THOUGHT = "<think>\nhm\n</think>\n\nIt is 4."
 TINY = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1",
@@ -475,7 +475,7 @@ def test_prepare_then_train_from_the_shell(run, target_folder, tmp_path, monkeyp
     def no_tokenising(*args, **kwargs):
         raise AssertionError("a prepared row was tokenised again")
 
-    monkeypatch.setattr("dflash_hf.data.tokenize_row", no_tokenising)
+    monkeypatch.setattr("dflash_hf.data.dataset.tokenize_row", no_tokenising)
     draft = tmp_path / "draft"
     code, stdout, err = run("train", "--target", target_folder, "--dataset", out, "--output_dir", draft, *TINY)
     assert code == 0, err
@@ -556,7 +556,7 @@ def test_ctrl_c_writes_nothing(run, target_folder, tmp_path, monkeypatch, num_pr
         time.sleep(0.2)
         return read_row(*args, **kwargs)
 
-    monkeypatch.setattr("dflash_hf.preparing.read_row", read_and_press)
+    monkeypatch.setattr("dflash_hf.data.prepare.read_row", read_and_press)
     processes = [] if num_proc is None else ["--num-proc", num_proc]
     code, stdout, _ = run(
         "prepare", "--target", target_folder, "--dataset", rows, "--out", tmp_path / "out", *processes
@@ -578,7 +578,7 @@ def test_a_folder_is_replaced_whole_or_stays(tmp_path, monkeypatch):
 
     for name in ("_write_part", "os.rename"):
         with monkeypatch.context() as patch:
-            target = f"dflash_hf.prepared_folder.{name}"
+            target = f"dflash_hf.data.prepared_folder.{name}"
             if name == "os.rename":
                 rename = prepared_folder.os.rename
                 patch.setattr(target, lambda a, b, r=rename: full_disk() if Path(a).name == "new" else r(a, b))

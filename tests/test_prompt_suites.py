@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from dflash_hf import prompt_suites
-from dflash_hf.prompt_suites import HUB_PROMPTS, load_prompt_sets
+from dflash_hf.evaluation.prompt_sets import HUB_PROMPTS, load_prompt_sets
 
 NAMES = ["gsm8k", "math500", "humaneval", "mbpp", "mt-bench"]
 

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from dflash_hf.prompts import Conversation, check_columns, conversation_of_row, draw_rows, read_prompts
+from dflash_hf.data.prompts import Conversation, check_columns, conversation_of_row, draw_rows, read_prompts
 
 HELLO, HI, BYE = (
     {"role": "user", "content": "Hello"},

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import DFlashDraftModel, speculative_generate
-from dflash_hf.demo_target import prepare_demo_target
-from dflash_hf.evaluation import chat_inputs, generate_timed
-from dflash_hf.prompts import read_prompts
+from dflash_hf.data.prompts import read_prompts
+from dflash_hf.evaluation.compare import chat_inputs, generate_timed
+from dflash_hf.target.demo import prepare_demo_target
 
 pytestmark = pytest.mark.real_model
 QUESTIONS = Path(__file__).parent.parent / "dflash_hf" / "demo_data" / "gsm8k_test_questions.jsonl"

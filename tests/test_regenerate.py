@@ -8,10 +8,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from dflash_hf.answering import Answer, Failure, RequestFeed, Sampling, TurnRequest
-from dflash_hf.regenerate import RegenerationSettings, is_answered_by, regenerate_rows
-from dflash_hf.row_shards import RowShards
-from dflash_hf.supervision import tokenize_row
+from dflash_hf.data.labels import tokenize_row
+from dflash_hf.regeneration.requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
+from dflash_hf.regeneration.run import RegenerationSettings, is_answered_by, regenerate_rows
+from dflash_hf.regeneration.shards import RowShards
 
 SETTINGS = RegenerationSettings("me/mine", "abc123", Sampling(max_new_tokens=9))
 ASSISTANT, END = 300, 301

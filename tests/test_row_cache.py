@@ -8,7 +8,7 @@ import torch
 from decoding_pairs import make_family
 from transformers import LlamaConfig
 
-from dflash_hf.row_cache import GROWTH_COLUMNS, RowCache
+from dflash_hf.decoding.kv_cache import GROWTH_COLUMNS, RowCache
 
 WINDOW = 7
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_hf.row_files import load_rows
+from dflash_hf.data.loading import load_rows
 
 
 def write(path: Path, *values: int) -> Path:

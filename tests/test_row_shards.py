@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from dflash_hf import row_shards
-from dflash_hf.row_shards import RowShards
+from dflash_hf.regeneration.shards import RowShards
 
 SETTINGS = {"target": "me/mine", "sampling": {"temperature": 0.0}}
 
@@ -189,7 +189,7 @@ def test_failures_have_a_file_of_their_own_which_each_run_begins_anew(tmp_path):
 
 FULL_DISK = """
 import resource, signal, sys
-from dflash_hf.row_shards import RowShards
+from dflash_hf.regeneration.shards import RowShards
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for limit in (100, 3000):  # of the second row, nothing or a part fits
     try:
@@ -219,7 +219,7 @@ def test_a_full_disk_ends_in_one_error_and_leaves_no_part_of_a_row(tmp_path):
 KILLED = """
 import os, signal, sys
 from dflash_hf import row_shards
-from dflash_hf.row_shards import RowShards
+from dflash_hf.regeneration.shards import RowShards
 
 moment = int(sys.argv[2])
 for name in ("write", "ftruncate", "fsync"):
@@ -242,7 +242,7 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_a_row(tmp_path):
     script = textwrap.dedent(KILLED)
     runner = (
         "import os, signal, sys\n"
-        "import dflash_hf.row_shards\n"  # imported once; each run is a fork
+        "import dflash_hf.regeneration.shards\n"  # imported once; each run is a fork
         f"script = {script!r}\n"
         "for moment in range(1, 40):\n"
         "    child = os.fork()\n"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from dflash_hf import DFlashBody, DFlashConfig, DFlashTrainingArguments
-from dflash_hf.losses import DEFAULT_HEAD_TILE, default_chunk_size
+from dflash_hf.blocks.losses import DEFAULT_HEAD_TILE, default_chunk_size
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
 # as their config.json on the Hub says

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 from faulty_server import PASSING, FaultyServer, answer_of, passing_faults
 
-from dflash_hf.answering import Answer, Failure, RequestFeed, Sampling, TurnRequest
-from dflash_hf.server_answers import GIVE_UP_AFTER, ServerEngine, server_root
+from dflash_hf.regeneration.requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
+from dflash_hf.regeneration.server import GIVE_UP_AFTER, ServerEngine, server_root
 
 
 def request_of(prompt: str, **values) -> TurnRequest:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dflash_hf.answering import Answer, Sampling, TurnRequest
-from dflash_hf.server_calls import NoAnswer, pause_asked_for, read_answer, request_body
+from dflash_hf.regeneration.requests import Answer, Sampling, TurnRequest
+from dflash_hf.regeneration.server_calls import NoAnswer, pause_asked_for, read_answer, request_body
 
 BARE = TurnRequest("0", [{"role": "user", "content": "x"}])
 

@@ -9,10 +9,10 @@ import torch
 from conftest import make_target
 from test_trainer import make_trainer, rows_of
 
-from dflash_hf.data import DFlashCollator
-from dflash_hf.evaluation import generate_timed
-from dflash_hf.serving_walk import accepted_at_every_anchor, serving_statistics, walk_row
-from dflash_hf.target import target_hidden_states
+from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.evaluation.compare import generate_timed
+from dflash_hf.evaluation.simulate import accepted_at_every_anchor, serving_statistics, walk_row
+from dflash_hf.target.hidden_states import target_hidden_states
 
 
 def test_the_walk_commits_what_a_loop_over_written_tokens_commits():

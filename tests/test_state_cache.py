@@ -18,7 +18,7 @@ from conftest import make_target
 from safetensors.torch import load_file, save_file
 
 from dflash_hf import state_cache
-from dflash_hf.state_cache import (
+from dflash_hf.target.hidden_state_cache import (
     DiskStateCache,
     MemoryStateCache,
     cached_states,
@@ -27,7 +27,7 @@ from dflash_hf.state_cache import (
     state_fingerprint,
     weights_checksum,
 )
-from dflash_hf.target import target_hidden_states
+from dflash_hf.target.hidden_states import target_hidden_states
 
 LAYERS = [0, 2]
 ROW_BYTES = 10 * 64 * 4  # of ten tokens in fp32

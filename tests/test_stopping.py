@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.decoding import dflash_decoding, speculative_generate
+from dflash_hf.decoding.generate import dflash_decoding, speculative_generate
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 ALWAYS, SOMETIMES, NEVER = 0.0, 0.3, 1.1  # share of wrong guesses

@@ -13,7 +13,7 @@ from test_trainer import StopAt, make_trainer, rows_of, weights
 from torch.utils.data import DataLoader
 
 from dflash_hf import DFlashTrainingArguments
-from dflash_hf.data import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
+from dflash_hf.data.dataset import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
 
 
 def numbered_rows(count: int) -> list[dict]:
@@ -69,7 +69,7 @@ def test_dropped_and_cut_rows_of_a_stream_are_counted_early_and_at_its_end(caplo
     """Case 12."""
     from transformers.utils import logging
 
-    logging.get_logger("dflash_hf.data").propagate = True
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, index % 2]} for index in range(24)]
     rows[23]["input_ids"] += [4] * 4
     rows[23]["loss_mask"] += [1] * 4

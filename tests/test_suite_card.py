@@ -8,8 +8,8 @@ import json
 import pytest
 
 from dflash_hf import DraftCard, write_model_card
-from dflash_hf.sharing import draft_files
-from dflash_hf.suite_card import MeasuredSuite, SuiteRow
+from dflash_hf.evaluation.card_section import MeasuredSuite, SuiteRow
+from dflash_hf.hub.push import draft_files
 
 SUITE = MeasuredSuite(
     rows=(

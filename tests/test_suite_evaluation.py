@@ -11,12 +11,12 @@ import torch
 from conftest import make_draft, make_target, make_tokenizer
 from test_decoding_benchmark import PROMPTS, VOCABULARY, committed_by_hand, make_pair, prompt_lengths
 
-from dflash_hf.answer_pairs import Setting
-from dflash_hf.evaluation import chat_inputs
-from dflash_hf.prompt_suites import PromptSet
-from dflash_hf.prompts import Conversation
-from dflash_hf.suite_evaluation import SuiteEvaluation, SuiteSettings
-from dflash_hf.suite_journal import SuiteJournal, model_digest
+from dflash_hf.data.prompts import Conversation
+from dflash_hf.evaluation.answer_pairs import Setting
+from dflash_hf.evaluation.compare import chat_inputs
+from dflash_hf.evaluation.journal import SuiteJournal, model_digest
+from dflash_hf.evaluation.prompt_sets import PromptSet
+from dflash_hf.evaluation.suite import SuiteEvaluation, SuiteSettings
 
 THINKING_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"

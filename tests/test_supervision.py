@@ -7,8 +7,8 @@ from datetime import date, datetime
 import pytest
 from chat_templates import FAMILIES, end_ids, family_tokenizer, metaspace_tokenizer
 
-from dflash_hf.answer_rendering import TemplateError
-from dflash_hf.supervision import read_row, split_turns, tokenize_row
+from dflash_hf.data.chat_template import TemplateError
+from dflash_hf.data.labels import read_row, split_turns, tokenize_row
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 HI, MORE = {"role": "user", "content": "Hi"}, {"role": "user", "content": "More?"}

@@ -15,8 +15,8 @@ from test_trainer import make_trainer
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from dflash_hf.state_cache import weights_checksum
-from dflash_hf.target import target_hidden_states, without_peft
+from dflash_hf.target.hidden_state_cache import weights_checksum
+from dflash_hf.target.hidden_states import target_hidden_states, without_peft
 
 SMALL = {**TINY, "max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

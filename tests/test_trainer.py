@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.data import DFlashCollator
-from dflash_hf.evaluation import generate_timed
-from dflash_hf.optimization import MuonWithAdamW
+from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.evaluation.compare import generate_timed
+from dflash_hf.training.optimizer import MuonWithAdamW
 
 
 def rows_of(target, count: int = 4, prompt_length: int = 5, new_tokens: int = 30) -> list[dict[str, Any]]:

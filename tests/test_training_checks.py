@@ -16,10 +16,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, build_dflash_batch_plan
-from dflash_hf.callbacks import AcceptanceWatch
-from dflash_hf.evaluation import generate_timed
-from dflash_hf.resuming import check_checkpoint, last_complete_checkpoint, target_fingerprint
-from dflash_hf.training_checks import count_rows
+from dflash_hf.evaluation.compare import generate_timed
+from dflash_hf.training.callbacks import AcceptanceWatch
+from dflash_hf.training.checks import count_rows
+from dflash_hf.training.resume import check_checkpoint, last_complete_checkpoint, target_fingerprint
 
 
 @pytest.fixture

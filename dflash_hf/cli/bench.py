@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..benchmark import PHASES, SHAPES, StepMeasurement, StepShapes, measure_steps
+from ..benchmarks.training_step import PHASES, SHAPES, StepMeasurement, StepShapes, measure_steps
 from .bench_decode import decode
 from .bench_regenerate import regenerate
 

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers.utils import logging
 
-from ..decoding_benchmark import BenchmarkSettings, DecodingBenchmark
-from ..decoding_runs import DecodingRun, DecodingSummary, summarize_runs
-from ..model_card import environment
-from ..modeling_dflash import DFlashDraftModel
-from ..prompts import read_prompts
-from .loading import load_target_of
+from ..benchmarks.decoding import BenchmarkSettings, DecodingBenchmark
+from ..benchmarks.decoding_results import DecodingRun, DecodingSummary, summarize_runs
+from ..data.prompts import read_prompts
+from ..hub.model_card import environment
+from ..model.modeling_dflash import DFlashDraftModel
+from ..target.pair_loading import load_target_of
 from .options import INTERRUPTED, values_between_commas
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..answering import Sampling, TurnRequest
-from ..answering_benchmark import AnsweringMeasurement, measure_answers, share_of_same, warm_up
-from ..local_answers import BATCH_SIZE, LocalEngine
-from ..prompts import read_prompts
-from .loading import load_target
+from ..benchmarks.regeneration import AnsweringMeasurement, measure_answers, share_of_same, warm_up
+from ..data.prompts import read_prompts
+from ..regeneration.local import BATCH_SIZE, LocalEngine
+from ..regeneration.requests import Sampling, TurnRequest
+from ..target.pair_loading import load_target
 
 
 def regenerate(

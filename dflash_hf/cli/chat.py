@@ -18,8 +18,8 @@ from rich.text import Text
 from transformers import set_seed
 from transformers.utils import logging
 
-from ..chat_session import Answer, ChatSession, Span
-from .loading import load_pair
+from ..target.pair_loading import load_pair
+from .chat_session import Answer, ChatSession, Span
 
 DRAFTED_STYLE, OWN_STYLE = "green", "magenta"  # told apart with red-green blindness too, on dark and light
 DRAFTED_MARKS = ("‹", "›")  # where there is no colour

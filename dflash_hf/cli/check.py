@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..checkpoint_report import READERS, check_checkpoint
+from ..checkpoints.compatibility import READERS, check_checkpoint
 from .convert import Fields, parse_fields
 
 

@@ -10,9 +10,9 @@ import torch
 import typer
 from rich.console import Console
 
-from ..checkpoints import convert_checkpoint
-from ..configuration_dflash import DFlashConfig
-from ..layouts import LAYOUTS
+from ..checkpoints.io import convert_checkpoint
+from ..checkpoints.read_layouts import LAYOUTS
+from ..model.configuration_dflash import DFlashConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..learning_curves import draw_curves, read_curve, write_curves
+from ..training.curves import draw_curves, read_curve, write_curves
 
 
 def curves(

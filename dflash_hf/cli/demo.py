@@ -20,19 +20,19 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
-from ..answering import Sampling
-from ..demo_target import DEMO_TARGET, prepare_demo_target
-from ..evaluation import Comparison, Summary, compare_on_prompts, summarize_comparisons
-from ..local_answers import LocalEngine
-from ..model_card import FACTS_NAME, DraftCard, Protocol, environment, write_model_card
-from ..modeling_dflash import DFlashDraftModel
-from ..prompts import read_prompts
-from ..regenerate import RegenerationSettings, regenerate_rows
-from ..row_files import load_rows
-from ..row_shards import RowShards
-from ..trainer import DFlashTrainer
-from ..training_args import DFlashTrainingArguments
-from .loading import load_target
+from ..data.loading import load_rows
+from ..data.prompts import read_prompts
+from ..evaluation.compare import Comparison, Summary, compare_on_prompts, summarize_comparisons
+from ..hub.model_card import FACTS_NAME, DraftCard, Protocol, environment, write_model_card
+from ..model.modeling_dflash import DFlashDraftModel
+from ..regeneration.local import LocalEngine
+from ..regeneration.requests import Sampling
+from ..regeneration.run import RegenerationSettings, regenerate_rows
+from ..regeneration.shards import RowShards
+from ..target.demo import DEMO_TARGET, prepare_demo_target
+from ..target.pair_loading import load_target
+from ..training.arguments import DFlashTrainingArguments
+from ..training.trainer import DFlashTrainer
 from .training_run import run_training
 
 DATA = files("dflash_hf") / "demo_data"

@@ -14,12 +14,12 @@ from rich.markup import escape
 from safetensors import SafetensorError
 from torch import nn
 
-from ..doctor import Examination, verdict
-from ..doctor_checks import check_weights
-from ..findings import FAULT, OK, SKIPPED, WARNING, Finding, guarded
-from ..modeling_dflash import DFlashDraftModel
-from ..prompts import read_prompts
-from .loading import load_target
+from ..data.prompts import read_prompts
+from ..doctor.checks import check_weights
+from ..doctor.examination import Examination, verdict
+from ..doctor.finding import FAULT, OK, SKIPPED, WARNING, Finding, guarded
+from ..model.modeling_dflash import DFlashDraftModel
+from ..target.pair_loading import load_target
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"
 SIGNS = {

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging
 
-from ..model_card import CARD_NAME, environment
-from ..modeling_dflash import DFlashDraftModel
-from ..prompt_suites import load_prompt_sets
-from ..row_shards import target_label
-from ..suite_evaluation import THINKING, Batch, SuiteEvaluation, SuiteSettings
-from ..suite_journal import SuiteJournal
-from ..suite_output import SuiteOutput, collect, suite_settings, write_suite_card
-from ..suite_report import CONTENTION, terminal_table
-from .loading import load_target_of
+from ..evaluation.journal import SuiteJournal
+from ..evaluation.output import SuiteOutput, collect, suite_settings, write_suite_card
+from ..evaluation.prompt_sets import load_prompt_sets
+from ..evaluation.report import CONTENTION, terminal_table
+from ..evaluation.suite import THINKING, Batch, SuiteEvaluation, SuiteSettings
+from ..hub.model_card import CARD_NAME, environment
+from ..model.modeling_dflash import DFlashDraftModel
+from ..regeneration.shards import target_label
+from ..target.pair_loading import load_target_of
 from .options import INTERRUPTED, values_between_commas
 
 DEFAULTS = SuiteSettings()

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..evaluation import chat_inputs, compare_on_prompts, generate_timed
-from .loading import load_pair
+from ..evaluation.compare import chat_inputs, compare_on_prompts, generate_timed
+from ..target.pair_loading import load_pair
 
 
 def generate(

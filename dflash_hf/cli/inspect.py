@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from ..row_files import load_rows
-from ..row_inspection import StepPlan, TrainingRows
-from ..row_page import render_page
-from ..row_picture import draw_rows
-from ..row_statistics import RowStatistics
-from ..row_terminal import print_row, print_statistics
-from ..target_text import read_target
-from ..training_args import DFlashTrainingArguments
+from ..data.inspect_page import render_page
+from ..data.inspect_picture import draw_rows
+from ..data.inspect_rows import StepPlan, TrainingRows
+from ..data.inspect_terminal import print_row, print_statistics
+from ..data.loading import load_rows
+from ..data.row_statistics import RowStatistics
+from ..target.loading import read_target
+from ..training.arguments import DFlashTrainingArguments
 from .train import DraftAndDataArguments
 
 

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..prepared_folder import (
+from ..data.loading import load_rows
+from ..data.prepare import PreparationSettings, prepare_for_training
+from ..data.prepared_folder import (
     EVALUATION_SPLIT,
     MISMATCHES,
     folder_settings,
@@ -24,9 +26,7 @@ from ..prepared_folder import (
     make_report,
     write_folder,
 )
-from ..preparing import PreparationSettings, prepare_for_training
-from ..row_files import load_rows
-from ..target_text import read_target
+from ..target.loading import read_target
 from .options import json_object
 
 SHOWN_MISMATCHES = 3

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..sharing import publish_draft
+from ..hub.push import publish_draft
 
 
 def push(

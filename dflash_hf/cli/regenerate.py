@@ -12,15 +12,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..answering import AnswerEngine, Sampling
-from ..demo_target import DEMO_TARGET, prepare_demo_target
-from ..local_answers import BATCH_SIZE, LocalEngine
-from ..prompts import check_columns, draw_rows
-from ..regenerate import RegenerationProgress, RegenerationSettings, regenerate_rows
-from ..row_files import load_rows
-from ..row_shards import FAILED, FORMATS, ROWS_PER_SHARD, RowShards
-from ..server_answers import CONCURRENCY, TIMEOUT_S, ServerEngine
-from .loading import load_target, load_target_config
+from ..data.loading import load_rows
+from ..data.prompts import check_columns, draw_rows
+from ..regeneration.local import BATCH_SIZE, LocalEngine
+from ..regeneration.requests import AnswerEngine, Sampling
+from ..regeneration.run import RegenerationProgress, RegenerationSettings, regenerate_rows
+from ..regeneration.server import CONCURRENCY, TIMEOUT_S, ServerEngine
+from ..regeneration.shards import FAILED, FORMATS, ROWS_PER_SHARD, RowShards
+from ..target.demo import DEMO_TARGET, prepare_demo_target
+from ..target.pair_loading import load_target, load_target_config
 from .options import json_object
 
 PROMPTS, ANSWERS, SERVER, ROWS = "Prompts", "Answers", "Server", "Output"

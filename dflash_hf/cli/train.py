@@ -13,15 +13,15 @@ import yaml
 from rich.console import Console
 from transformers import HfArgumentParser, set_seed
 
-from ..model_card import hub_id_or_folder
-from ..modeling_dflash import DFlashDraftModel
-from ..prepared_folder import EVALUATION_SPLIT, check_prepared, read_report
-from ..preparing import common_template_kwargs
-from ..regenerate import is_answered_by
-from ..row_files import load_rows
-from ..trainer import DFlashTrainer
-from ..training_args import DFlashTrainingArguments
-from .loading import load_target
+from ..data.loading import load_rows
+from ..data.prepare import common_template_kwargs
+from ..data.prepared_folder import EVALUATION_SPLIT, check_prepared, read_report
+from ..hub.model_card import hub_id_or_folder
+from ..model.modeling_dflash import DFlashDraftModel
+from ..regeneration.run import is_answered_by
+from ..target.pair_loading import load_target
+from ..training.arguments import DFlashTrainingArguments
+from ..training.trainer import DFlashTrainer
 from .training_run import describe_acceptance, run_training
 
 

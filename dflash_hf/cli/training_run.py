@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from ..resuming import last_complete_checkpoint
-from ..trainer import DFlashTrainer
+from ..training.resume import last_complete_checkpoint
+from ..training.trainer import DFlashTrainer
 
 
 class LiveProgress(TrainerCallback):

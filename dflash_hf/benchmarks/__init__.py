@@ -1,0 +1,1 @@
+"""Timings of training steps, of decoding and of regeneration."""

@@ -1,0 +1,323 @@
+"""Speed and acceptance of decoding with a draft, beside plain generation and other loops: one process, one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..decoding.generate import PROPOSALS, speculative_generate
+from ..decoding.statistics import DecodingStatistics, Stopwatch
+from ..evaluation.compare import chat_inputs, committed_by_pass
+from ..evaluation.pair_decoding import PairDecoding
+from ..model.modeling_dflash import DFlashDraftModel
+from .decoding_results import PHASES, DecodingRun, Method
+from .reference_decoder import ReferenceDecoder
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class BenchmarkSettings:
+    """
+    What to measure.
+
+    Args:
+        max_new_tokens (`int`): longest answer in tokens.
+        batch_sizes (`tuple[int, ...]`): rows decoded together; the number of prompts is a multiple of each.
+        temperatures (`tuple[float, ...]`): 0 decodes greedily.
+        block_sizes (`tuple[int | str, ...]`): slots that ours verifies, 1 to the trained number, or `"auto"`.
+        tree_sizes (`tuple[int, ...]`): tokens that ours verifies in trees.
+        proposals (`tuple[str, ...]`): `"argmax"`, `"sample"`: how ours proposes when sampling.
+        repeats (`int`): times that every batch is decoded by every method.
+        against_reference (`bool`): also run the decoder of the package `dflash`.
+        seed (`int`): of the draws.
+    """
+
+    max_new_tokens: int = 128
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    block_sizes: tuple[int | str, ...] = ("auto",)
+    tree_sizes: tuple[int, ...] = ()
+    proposals: tuple[str, ...] = ("argmax",)
+    repeats: int = 1
+    against_reference: bool = False
+    seed: int = 0
+
+    def check(self, num_prompts: int, trained_block_size: int) -> None:
+        """
+        Refuse settings that cannot be measured.
+
+        Args:
+            num_prompts (`int`): prompts at hand.
+            trained_block_size (`int`): slots of the draft's blocks.
+
+        Raises:
+            ValueError: a value breaks its rule.
+        """
+        if self.max_new_tokens < 2:
+            raise ValueError(
+                f"max_new_tokens={self.max_new_tokens} must be at least 2: a draft adds to a first token."
+            )
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats} must be at least 1.")
+        for name in ("batch_sizes", "temperatures", "block_sizes", "proposals"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty. Give at least one value.")
+        for batch_size in self.batch_sizes:
+            if batch_size < 1 or num_prompts < 1 or num_prompts % batch_size:
+                raise ValueError(
+                    f"{num_prompts} prompts make no whole batches of {batch_size}: a part of a batch would count as a "
+                    "full one. Choose a number of prompts that is a multiple of every batch size."
+                )
+        for temperature in self.temperatures:
+            if not 0 <= temperature < float("inf"):
+                raise ValueError(f"temperature={temperature} must be 0 (greedy) or a positive number.")
+        for block_size in self.block_sizes:
+            if block_size != "auto" and not (isinstance(block_size, int) and 1 <= block_size <= trained_block_size):
+                raise ValueError(
+                    f"block_size={block_size!r} must be 1 to {trained_block_size}, which the draft was trained for, "
+                    "or 'auto'."
+                )
+        for tree_size in self.tree_sizes:
+            if tree_size <= trained_block_size:
+                raise ValueError(f"tree_size={tree_size} must be more than the {trained_block_size} slots of a block.")
+        for proposal in self.proposals:
+            if proposal not in PROPOSALS:
+                raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}.")
+
+    def methods(self, temperature: float, batch_size: int) -> list[Method]:
+        """Methods that can decode such a batch; the other loops take one row."""
+        methods = [Method("plain")]
+        if batch_size == 1:
+            methods += [Method("native"), *([Method("reference")] if self.against_reference else [])]
+        proposals = self.proposals if temperature > 0 else (None,)
+        methods += [Method("ours", size, proposal) for size in self.block_sizes for proposal in proposals]
+        return methods + [Method("ours", tree_size=size) for size in self.tree_sizes]
+
+
+class CallRecorder:
+    """
+    Phases of one decoding call of any loop, told by hooks on target, draft and head while the context is open.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        draft (`nn.Module`, *optional*): the draft.
+        context_name (`str`): the draft's argument with the target's states, of shape `[rows, n, width]`.
+    """
+
+    def __init__(self, target: PreTrainedModel, draft: nn.Module | None, context_name: str) -> None:
+        self.target, self.draft, self.context_name = target, draft, context_name
+        self.num_target_passes = 0
+        self.context_lengths: list[int] = []
+        self._in_target = False
+        self._handles: list[Any] = []
+        self.phase_s: dict[str, float] = {}
+
+    def __enter__(self) -> CallRecorder:
+        head: Any = self.target.get_output_embeddings()
+        self._handles = [
+            self.target.register_forward_pre_hook(self._target_starts),
+            self.target.register_forward_hook(self._target_ends),
+            head.register_forward_pre_hook(self._head_starts),
+            head.register_forward_hook(self._head_ends),
+        ]
+        if self.draft is not None:
+            self._handles += [
+                self.draft.register_forward_pre_hook(self._draft_starts, with_kwargs=True),
+                self.draft.register_forward_hook(self._draft_ends),
+            ]
+        self.watch = Stopwatch(self.target.device)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.watch.lap("rest")
+        self.phase_s = {**dict.fromkeys(PHASES, 0.0), **self.watch.totals()}
+        for handle in self._handles:
+            handle.remove()
+
+    def _target_starts(self, module: nn.Module, args: Any) -> None:
+        self.watch.lap("rest")
+        self._in_target = True
+
+    def _target_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.watch.lap("verify" if self.num_target_passes else "prefill")
+        self.num_target_passes += 1
+        self._in_target = False
+
+    def _head_starts(self, module: nn.Module, args: Any) -> None:
+        if not self._in_target:
+            self.watch.lap("rest")
+
+    def _head_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._in_target:
+            self.watch.lap("draft")
+
+    def _draft_starts(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.watch.lap("rest")
+        self.context_lengths.append(kwargs[self.context_name].shape[1])
+
+    def _draft_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.watch.lap("draft")
+
+
+class DecodingBenchmark:
+    """
+    Decode the same prompts with every method, in turn.
+
+    For each temperature and batch size every method is warmed up once; then the methods alternate batch by batch, each
+    time in an order that has moved on by one, so that a drift of the machine hits all. All methods draw from the same
+    distribution: the target's own settings for generation, apart from its special tokens, are set aside.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]), tokenizer (`PreTrainedTokenizerBase`): the pair, with
+            the same dtype.
+        prompts (`Sequence[str]`): user messages.
+        settings ([`BenchmarkSettings`]): what to measure.
+
+    Raises:
+        ValueError: the settings do not fit the prompts or the draft.
+        ImportError: the package `dflash` is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DFlashDraftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[str],
+        settings: BenchmarkSettings,
+    ) -> None:
+        settings.check(len(prompts), draft.config.block_size)
+        self.target, self.draft, self.settings = target, draft, settings
+        self.reference = ReferenceDecoder(draft) if settings.against_reference else None
+        self.decoding = PairDecoding(target, tokenizer)
+        self.rows = [
+            chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)["input_ids"][0]
+            for prompt in prompts
+        ]
+        self.left_out: dict[str, str] = {}
+
+    @property
+    def num_runs(self) -> int:
+        """`int`: calls that are measured in all."""
+        return sum(
+            self.settings.repeats * len(self.rows) // batch_size * len(self._methods(temperature, batch_size))
+            for temperature in self.settings.temperatures
+            for batch_size in self.settings.batch_sizes
+        )
+
+    def _methods(self, temperature: float, batch_size: int) -> list[Method]:
+        methods = self.settings.methods(temperature, batch_size)
+        return [method for method in methods if method.name not in self.left_out]
+
+    def run(self, on_start: Callable[[str], None] | None = None) -> Iterator[DecodingRun]:
+        """
+        Measure.
+
+        Args:
+            on_start (`Callable`, *optional*): called with a few words before each call.
+
+        Yields:
+            [`DecodingRun`], one a call.
+        """
+        say = on_start or (lambda words: None)
+        with self.decoding.own_settings_aside():
+            for temperature in self.settings.temperatures:
+                for batch_size in self.settings.batch_sizes:
+                    place = f"T = {temperature:g}, batch {batch_size}: "
+                    for method in self._methods(temperature, batch_size):
+                        say(f"{place}{method.label}, warm-up")
+                        self._warm_up(temperature, batch_size, method)
+                    methods, num_rounds = self._methods(temperature, batch_size), 0
+                    for repeat in range(self.settings.repeats):
+                        for first in range(0, len(self.rows), batch_size):
+                            prompts = list(range(first, first + batch_size))
+                            turn = num_rounds % len(methods)
+                            num_rounds += 1
+                            for method in methods[turn:] + methods[:turn]:
+                                say(place + method.label)
+                                torch.manual_seed(self.settings.seed + num_rounds)
+                                yield self._decode(temperature, prompts, method, repeat, self.settings.max_new_tokens)
+
+    def _warm_up(self, temperature: float, batch_size: int, method: Method) -> None:
+        num_tokens = min(WARM_UP_TOKENS, self.settings.max_new_tokens)
+        try:
+            self._decode(temperature, list(range(batch_size)), method, 0, num_tokens)
+        except ValueError as error:
+            if method.name != "native":
+                raise
+            self.left_out["native"] = str(error)  # a target that only the loop of transformers cannot take
+
+    def _decode(
+        self, temperature: float, prompts: list[int], method: Method, repeat: int, max_new_tokens: int
+    ) -> DecodingRun:
+        arguments = self.decoding.arguments([self.rows[prompt] for prompt in prompts], temperature, max_new_tokens)
+        draft: nn.Module | None = None if method.name == "plain" else self.draft
+        context_name = "context_hidden_states"
+        if method.name == "reference" and self.reference is not None:
+            draft, context_name = self.reference.model, "target_hidden"
+        with CallRecorder(self.target, draft, context_name) as recorder:
+            sequences, ours = self._call(method, arguments)
+        answers = sequences[:, arguments["input_ids"].shape[1] :].tolist()
+        token_ids = [self.decoding.answer(row) for row in answers]
+        if ours is not None:
+            committed = [count for row in ours.committed for count in row]
+        else:
+            committed = committed_by_pass(recorder.context_lengths, recorder.num_target_passes, len(token_ids[0]))
+        return DecodingRun(
+            temperature,
+            len(prompts),
+            method,
+            repeat,
+            prompts,
+            token_ids,
+            recorder.phase_s,
+            recorder.num_target_passes - 1,
+            committed,
+            None if ours is None else ours.expected_sum,
+        )
+
+    def _call(self, method: Method, arguments: dict[str, Any]) -> tuple[torch.Tensor, DecodingStatistics | None]:
+        """Sequences of shape `[rows, columns]`, and what ours says about them."""
+        if method.name == "reference" and self.reference is not None:
+            sequences = self.reference.generate(
+                self.target,
+                arguments["input_ids"],
+                max_new_tokens=arguments["max_new_tokens"],
+                end_token_ids=self.decoding.end_token_ids,
+                temperature=arguments.get("temperature", 0.0),
+            )
+            return sequences, None
+        kwargs = dict(arguments)
+        if method.name == "ours":
+            kwargs.update(
+                block_size=method.block_size, tree_size=method.tree_size, proposal=method.proposal or "argmax"
+            )
+            output = speculative_generate(self.target, self.draft, **kwargs)
+            return output.sequences, output.statistics
+        if method.name == "native":
+            kwargs.update(assistant_model=self.draft, speculation_type="dflash")
+        generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
+        return generate(**kwargs), None
+
+    @torch.no_grad()
+    def top_two_gap(self, prompt: int, answer: list[int]) -> float:
+        """
+        How sure the target is of the token after the beginning of an answer.
+
+        Args:
+            prompt (`int`): index of the prompt.
+            answer (`list[int]`): the answer's tokens until there.
+
+        Returns:
+            `float`: difference of the two largest logits, in the target's precision.
+        """
+        row = self.rows[prompt]
+        logits = self.target(input_ids=torch.cat([row, row.new_tensor(answer)])[None]).logits[0, -1]
+        best, second = logits.float().topk(2).values.tolist()
+        return best - second

@@ -1,0 +1,312 @@
+"""Time and memory of a training step, by phase, beside a plain implementation of the same step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..blocks.forward import block_hidden_states, block_losses
+from ..blocks.losses import decay_weights, default_loss_decay
+from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
+from ..model.modeling_dflash import DFlashDraftModel
+from ..target.hidden_states import target_hidden_states
+
+PHASES = ("target", "forward", "loss", "backward", "optimizer")
+STAND_IN_LAYERS = 8  # of a target that only gives embedding and head
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """
+    Shapes of a training step; the defaults are those of SmolLM2-135M with a draft of three layers.
+
+    Args:
+        rows, length, anchors (`int`): rows a step, tokens a row, blocks a row.
+        documents (`int`): equally long documents packed into each row.
+        block_size, layers, num_target_layers (`int`): of the draft.
+        hidden_size, intermediate_size, heads, kv_heads, head_dim, vocab_size (`int`): of target and draft.
+        target_layers (`int`): depth of the target; 0 takes random hidden states instead of running one.
+    """
+
+    rows: int = 4
+    length: int = 384
+    anchors: int = 64
+    documents: int = 1
+    block_size: int = 16
+    layers: int = 3
+    num_target_layers: int = 5
+    hidden_size: int = 576
+    intermediate_size: int = 1536
+    heads: int = 9
+    kv_heads: int = 3
+    head_dim: int = 64
+    vocab_size: int = 49152
+    target_layers: int = 30
+
+    @property
+    def matrix_flops(self) -> float:
+        """Floating-point operations of the draft's and head's matrix products in a step, forward and backward."""
+        context, slots = self.rows * self.length, self.rows * self.anchors * self.block_size
+        head_width, key_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        slot_weights = self.hidden_size * (2 * head_width + 2 * key_width + 3 * self.intermediate_size)
+        context_weights = self.hidden_size * 2 * key_width
+        keys = self.length / self.documents / 2 + self.block_size
+        multiplications = (
+            self.layers * (slots * slot_weights + context * context_weights + 2 * slots * keys * head_width)
+            + context * self.num_target_layers * self.hidden_size**2
+        )
+        supervised = slots * (self.block_size - 1) / self.block_size
+        # forward and two products in backward; the frozen head has forward and one
+        return 2 * (3 * multiplications + 2 * supervised * self.vocab_size * self.hidden_size)
+
+
+SHAPES = {
+    "smollm2-135m": StepShapes(),
+    "qwen3-8b": StepShapes(
+        rows=4,
+        length=3072,
+        anchors=512,
+        layers=5,
+        hidden_size=4096,
+        intermediate_size=12288,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        target_layers=0,
+    ),
+}
+
+
+@dataclass
+class StepMeasurement:
+    """
+    One implementation's steps.
+
+    Args:
+        phase_s (`dict[str, float]`): median wall seconds of each of the phases; `plan` is inside `loss`.
+        draft_s (`float`): median wall seconds of draft forward, loss and backward together.
+        draft_cpu_s (`float`): the same in process CPU seconds, which other load disturbs less.
+        peak_bytes (`int`): high-water mark of memory in the steps, beyond models, optimizer and inputs.
+        losses (`list[float]`): of each step, the same for every implementation.
+    """
+
+    phase_s: dict[str, float]
+    draft_s: float
+    draft_cpu_s: float
+    peak_bytes: int
+    losses: list[float]
+
+
+class _Clock:
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.seconds[name] += self._now() - start
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class _Step:
+    """One training step at given shapes, ours or the plain one."""
+
+    def __init__(self, shapes: StepShapes, implementation: str, device: str, block_attention: str) -> None:
+        self.shapes, self.implementation, self.device = shapes, implementation, torch.device(device)
+        self.block_attention = block_attention
+        torch.manual_seed(0)
+        target_config = LlamaConfig(
+            vocab_size=shapes.vocab_size,
+            hidden_size=shapes.hidden_size,
+            intermediate_size=shapes.intermediate_size if shapes.target_layers else shapes.hidden_size,
+            num_hidden_layers=shapes.target_layers or STAND_IN_LAYERS,
+            num_attention_heads=shapes.heads,
+            num_key_value_heads=shapes.kv_heads,
+            head_dim=shapes.head_dim,
+            tie_word_embeddings=True,
+            dtype=torch.bfloat16,
+        )
+        with torch.device(self.device):
+            self.target = nn.Module.to(LlamaForCausalLM(target_config), torch.bfloat16).eval()
+            self.draft = DFlashDraftModel.from_target(
+                self.target,
+                num_hidden_layers=shapes.layers,
+                num_target_layers=shapes.num_target_layers,
+                block_size=shapes.block_size,
+                intermediate_size=shapes.intermediate_size,
+                mask_token_id=shapes.vocab_size - 1,
+            ).train()
+        self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=1e-4)
+        for parameter in self.draft.parameters():  # its moments, made before memory is measured
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(1)
+        size = (shapes.rows, shapes.length)
+        self.input_ids = torch.randint(0, shapes.vocab_size - 1, size, generator=generator).to(self.device)
+        self.valid = torch.ones(size, dtype=torch.bool, device=self.device)
+        documents = torch.arange(shapes.length, device=self.device) * shapes.documents // shapes.length
+        self.segment_ids = documents.repeat(shapes.rows, 1) if shapes.documents > 1 else None
+        self.states = None
+        if not shapes.target_layers:
+            width = shapes.num_target_layers * shapes.hidden_size
+            self.states = torch.randn(*size, width, generator=generator).to(self.device, torch.bfloat16)
+        self.count = 0
+        self.start_bytes = self._memory_bytes(peak=False)
+
+    def _memory_bytes(self, *, peak: bool) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+        if not peak:
+            return psutil.Process().memory_info().rss
+        import resource  # not on every system
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def peak_bytes(self) -> int:
+        return self._memory_bytes(peak=True) - self.start_bytes
+
+    def run(self) -> dict[str, Any]:
+        clock = _Clock(self.device)
+        states = self.states
+        if states is None:
+            with clock.phase("target"):
+                layer_ids = self.draft.config.target_layer_ids or []
+                states = target_hidden_states(self.target, self.input_ids, self.valid, layer_ids)
+        cpu_start = time.process_time()
+        loss_of = self._our_loss if self.implementation == "ours" else self._plain_loss
+        loss = loss_of(states, clock)
+        with clock.phase("backward"):
+            loss.backward()
+        cpu_s = time.process_time() - cpu_start
+        with clock.phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.count += 1
+        return {"phases": clock.seconds, "draft_cpu_s": cpu_s, "loss": loss.item(), "peak_bytes": self.peak_bytes()}
+
+    def _plan(self) -> DFlashBatchPlan:
+        return build_dflash_batch_plan(
+            self.valid,
+            torch.arange(self.shapes.rows, device=self.device),
+            anchors_per_sample=self.shapes.anchors,
+            gamma=self.shapes.block_size - 1,
+            optimizer_step=self.count,
+            seed=0,
+            segment_ids=self.segment_ids,
+            replacement=False,
+        )
+
+    def _our_loss(self, states: torch.Tensor, clock: _Clock) -> torch.Tensor:
+        def forward(**kwargs: Any) -> Any:
+            with clock.phase("forward"), torch.autocast(self.device.type, torch.bfloat16):
+                return self.draft(**kwargs)
+
+        with clock.phase("loss"):
+            losses = block_losses(
+                forward, self.draft, self._plan(), self.input_ids, self.valid, states,
+                segment_ids=self.segment_ids, block_attention=self.block_attention,
+            )  # fmt: skip
+            loss = (losses.weights * losses.loss).sum() / losses.weights.sum()
+        clock.seconds["loss"] -= clock.seconds["forward"]
+        return loss
+
+    def _plain_loss(self, states: torch.Tensor, clock: _Clock) -> torch.Tensor:
+        """The same loss without tricks: a dense mask, all logits at once, autograd through everything."""
+        plan = self._plan()
+        with clock.phase("forward"), torch.autocast(self.device.type, torch.bfloat16):
+            hidden_states = block_hidden_states(
+                self.draft, self.draft, plan, self.input_ids, self.valid, states,
+                segment_ids=self.segment_ids, block_attention="dense",
+            )  # fmt: skip
+        with clock.phase("loss"):
+            hidden_states = hidden_states[plan.loss_mask]
+            labels = self.input_ids[plan.sample_rows[:, None], plan.label_positions][plan.loss_mask]
+            logits = self.draft.compute_logits(hidden_states)
+            cross_entropy = functional.cross_entropy(logits.float(), labels, reduction="none")
+            weights = decay_weights(plan.loss_mask, default_loss_decay(plan.block_size))
+            loss = (weights[plan.loss_mask] * cross_entropy).sum() / weights.sum()
+        return loss
+
+
+def _serve(pipe: Connection, shapes: StepShapes, implementation: str, kwargs: dict[str, Any]) -> None:
+    threads = kwargs.pop("threads")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    step = _Step(shapes, implementation, **kwargs)
+    pipe.send("ready")
+    while pipe.recv() == "step":
+        pipe.send(step.run())
+
+
+def measure_steps(
+    shapes: StepShapes,
+    *,
+    steps: int = 5,
+    against_reference: bool = False,
+    device: str = "cpu",
+    block_attention: str = "auto",
+    threads: int | None = None,
+) -> dict[str, StepMeasurement]:
+    """
+    Time training steps, each implementation in a process of its own, taking turns.
+
+    Args:
+        shapes ([`StepShapes`]): of target, draft and batch; all weights are random.
+        steps (`int`, defaults to 5): timed steps, after one that warms up.
+        against_reference (`bool`, defaults to `False`): also run the plain implementation.
+        device (`str`, defaults to `"cpu"`): where to run.
+        block_attention (`str`, defaults to `"auto"`): as in [`DFlashTrainingArguments`].
+        threads (`int`, *optional*): of each process on a CPU.
+
+    Returns:
+        `dict`: `"ours"` and, if asked for, `"reference"` to [`StepMeasurement`].
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    records: dict[str, list[dict[str, Any]]] = {}
+    kwargs = {"device": device, "block_attention": block_attention, "threads": threads}
+    for name in ("ours", "reference") if against_reference else ("ours",):
+        pipes[name], other_end = context.Pipe()
+        context.Process(target=_serve, args=(other_end, shapes, name, kwargs), daemon=True).start()
+        records[name] = []
+    for pipe in pipes.values():
+        pipe.recv()
+    for _ in range(steps + 1):
+        for name, pipe in pipes.items():
+            pipe.send("step")
+            records[name].append(pipe.recv())
+    for pipe in pipes.values():
+        pipe.send("end")
+    return {name: _summarize(record) for name, record in records.items()}
+
+
+def _summarize(records: list[dict[str, Any]]) -> StepMeasurement:
+    timed = records[1:]
+    return StepMeasurement(
+        phase_s={name: statistics.median(record["phases"][name] for record in timed) for name in PHASES},
+        draft_s=statistics.median(
+            sum(record["phases"][name] for name in ("forward", "loss", "backward")) for record in timed
+        ),
+        draft_cpu_s=statistics.median(record["draft_cpu_s"] for record in timed),
+        peak_bytes=max(record["peak_bytes"] for record in records),
+        losses=[record["loss"] for record in records],
+    )

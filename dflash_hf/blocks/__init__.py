@@ -1,0 +1,1 @@
+"""The mathematics of training on blocks: plan, attention, forward pass, losses and metrics."""

@@ -1,0 +1,187 @@
+"""Attention of training blocks without wasted work: each block over the context it may see, and over itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from ..model.modeling_dflash import product_dtype
+from .plan import DFlashBatchPlan
+
+QUERIES_PER_GROUP = 128
+# Context ranges begin and end at multiples of this: on a CPU every new shape of a product costs a compiled kernel.
+COLUMNS_STEP = 64
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """
+    Neighbouring blocks that attend together, and the part of the context any of them sees.
+
+    Args:
+        blocks (`slice`): of the `M` blocks of every row.
+        columns (`slice`): of the context; outside it nothing is visible to the group.
+        masked_columns (`slice`): inside `columns`, relative to its start; outside it everything is visible.
+        hidden (`torch.BoolTensor` of shape `[R, 1, n, 1, B or 1, width of masked_columns]`): True = not visible.
+    """
+
+    blocks: slice
+    columns: slice
+    masked_columns: slice
+    hidden: torch.Tensor
+
+
+class BlockAttention:
+    """
+    Visibility of a batch plan, as a function that attends: a block never meets another block's keys.
+
+    Blocks come in ascending order of their anchors, so neighbours see nearly the same prefix of the context: a group
+    of them multiplies with that prefix only. Context scores and own-block scores share one softmax. Time and memory
+    are linear in the number of blocks. The values are those of attention under [`~attention_mask.dense_block_mask`],
+    except at invalid slots, whose output is finite and meaningless.
+
+    Args:
+        plan ([`DFlashBatchPlan`]): `N = R * M` blocks.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        window (`int`, *optional*): a context key must be closer than this to the query's own position.
+        causal (`bool`, defaults to `False`): a slot sees no later slot of its block.
+        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
+    """
+
+    def __init__(
+        self,
+        plan: DFlashBatchPlan,
+        token_valid_mask: torch.Tensor,
+        *,
+        window: int | None = None,
+        causal: bool = False,
+        segment_ids: torch.Tensor | None = None,
+    ) -> None:
+        rows, self.length = token_valid_mask.shape
+        block_size, device = plan.block_size, token_valid_mask.device
+        anchors = plan.anchor_positions.view(rows, -1)
+        visible = visible_context(plan, token_valid_mask, window=window, segment_ids=segment_ids)  # [R, M, B or 1, S]
+        self.groups = _group_blocks(visible, max(QUERIES_PER_GROUP // block_size, 1))
+
+        slots = torch.arange(block_size, device=device)
+        own_visible = plan.slot_valid.view(*anchors.shape, 1, block_size).expand(-1, -1, block_size, -1)
+        if causal:
+            own_visible = own_visible & (slots <= slots[:, None])
+        # its own key keeps the softmax of an invalid slot from being empty
+        self.own_hidden = ~(own_visible | torch.eye(block_size, dtype=torch.bool, device=device))[:, None, :, None]
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float, dropout: float = 0.0
+    ) -> torch.Tensor:
+        """
+        Attend.
+
+        Args:
+            query (`torch.FloatTensor` of shape `[R, heads, M * B, head_dim]`): of the slots.
+            key, value (`torch.FloatTensor` of shape `[R, key_value_heads, S + M * B, head_dim]`): context, then slots.
+            scaling (`float`): of the scores.
+            dropout (`float`, defaults to 0.0): of the attention weights.
+
+        Returns:
+            `torch.FloatTensor` of shape `[R, M * B, heads, head_dim]`.
+        """
+        dtype = product_dtype(query)
+        query, key, value = (query * scaling).to(dtype), key.to(dtype), value.to(dtype)
+        with torch.autocast(query.device.type, enabled=False):  # its softmax would be fp32, at twice the memory
+            return self._attend(query, key, value, dropout)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        rows, heads, _, head_dim = query.shape
+        kv_heads, block_size, blocks = key.shape[1], self.own_hidden.shape[-1], self.own_hidden.shape[2]
+        heads_per_key = heads // kv_heads
+        sharing = heads_per_key * block_size  # queries of a block that meet the same keys
+        lowest = torch.finfo(query.dtype).min
+
+        query = query.view(rows, kv_heads, heads_per_key, blocks, block_size, head_dim).transpose(2, 3)
+        query = query.reshape(rows, kv_heads, blocks, sharing, head_dim)
+        own_key, own_value = (
+            part[:, :, self.length :].view(rows, kv_heads, blocks, block_size, head_dim) for part in (key, value)
+        )
+        own_scores = (query @ own_key.transpose(3, 4)).view(
+            rows, kv_heads, blocks, heads_per_key, block_size, block_size
+        )
+        own_scores = own_scores.masked_fill(self.own_hidden, lowest).view(rows, kv_heads, blocks, sharing, block_size)
+
+        context_outputs, own_weights = [], []
+        for group in self.groups:
+            group_key, group_value = key[:, :, group.columns], value[:, :, group.columns]
+            group_query, group_own_scores = query[:, :, group.blocks], own_scores[:, :, group.blocks]
+            num_blocks, num_columns = group_query.shape[2], group_key.shape[2]
+            scores = group_query.reshape(rows, kv_heads, num_blocks * sharing, head_dim) @ group_key.transpose(2, 3)
+            by_slot = scores.view(rows, kv_heads, num_blocks, heads_per_key, block_size, num_columns)
+            by_slot[..., group.masked_columns].masked_fill_(group.hidden, lowest)
+            scores = scores.view(rows, kv_heads, num_blocks, sharing, num_columns)
+            weights = functional.dropout(torch.cat([scores, group_own_scores], dim=-1).softmax(-1), dropout)
+            context_weights = weights[..., :num_columns].reshape(rows, kv_heads, num_blocks * sharing, num_columns)
+            context_outputs.append((context_weights @ group_value).view_as(group_query))
+            own_weights.append(weights[..., num_columns:])
+        output = torch.cat(context_outputs, dim=2) + torch.cat(own_weights, dim=2) @ own_value
+        output = output.view(rows, kv_heads, blocks, heads_per_key, block_size, head_dim)
+        return output.permute(0, 2, 4, 1, 3, 5).reshape(rows, blocks * block_size, heads, head_dim)
+
+
+def visible_context(
+    plan: DFlashBatchPlan,
+    token_valid_mask: torch.Tensor,
+    *,
+    window: int | None = None,
+    segment_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Context that each block may see: real tokens of its document strictly before its anchor, inside the window.
+
+    Args:
+        As in [`BlockAttention`].
+
+    Returns:
+        `torch.BoolTensor` of shape `[R, M, B, S]` with a window, which each slot measures from its own position, else
+        `[R, M, 1, S]`; all False for an invalid block.
+    """
+    rows, length = token_valid_mask.shape
+    anchors = plan.anchor_positions.view(rows, -1)
+    columns = torch.arange(length, device=token_valid_mask.device)
+    visible = (columns < anchors[..., None]) & token_valid_mask[:, None] & plan.block_valid.view(rows, -1, 1)
+    if segment_ids is not None:
+        visible = visible & (segment_ids[:, None] == segment_ids.gather(1, anchors)[..., None])
+    visible = visible[:, :, None]
+    if window is not None:
+        queries = plan.query_positions.view(*anchors.shape, -1, 1)
+        visible = visible & (queries - columns < window)
+    return visible
+
+
+def _group_blocks(visible: torch.Tensor, blocks_per_group: int) -> list[BlockGroup]:
+    """Groups of neighbouring blocks, with the columns they see; reads the device once for all of them."""
+    blocks, length = visible.shape[1], visible.shape[3]
+    slices = [slice(start, min(start + blocks_per_group, blocks)) for start in range(0, blocks, blocks_per_group)]
+    first, end = _bounds(torch.stack([visible[:, part].flatten(0, 2).any(0) for part in slices]))
+    first = first // COLUMNS_STEP * COLUMNS_STEP
+    end = (-(-end // COLUMNS_STEP) * COLUMNS_STEP).clamp(max=length)
+    seen_by_all = torch.stack([visible[:, part].flatten(0, 2).all(0) for part in slices])
+    columns = torch.arange(length, device=visible.device)
+    masked = _bounds(~seen_by_all & (columns >= first[:, None]) & (columns < end[:, None]))
+    bounds = torch.stack([first, end, *masked], dim=-1).tolist()
+    return [
+        BlockGroup(
+            blocks=part,
+            columns=slice(start, stop),
+            masked_columns=slice(max(masked_start - start, 0), max(masked_stop - start, 0)),
+            hidden=~visible[:, part, :, masked_start:masked_stop][:, None, :, None],
+        )
+        for part, (start, stop, masked_start, masked_stop) in zip(slices, bounds, strict=True)
+    ]
+
+
+def _bounds(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First True and one past the last True of each line; both 0 where there is none."""
+    found = columns.any(-1)
+    first = columns.int().argmax(-1)
+    end = columns.shape[1] - columns.flip(-1).int().argmax(-1)
+    return first * found, end * found

@@ -1,0 +1,331 @@
+"""Read the checkpoint of any DFlash producer, and write the layouts that others read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..model.configuration_dflash import DFlashConfig, describe_target
+from ..model.modeling_dflash import TARGET_LOOK_UP, DFlashBody, DFlashDraftModel, tensor_checksum, weights_error
+from .read_layouts import (
+    LAYOUTS,
+    TARGET_TENSORS,
+    UNSUPPORTED_PARTS,
+    native_tensor_name,
+    native_values,
+)
+from .write_layouts import layout_config, layout_tensor_name
+
+logger = logging.get_logger(__name__)
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of a repository on the Hub nothing else is fetched; the last one is looked for, never opened.
+NEEDED_FILES = ("config.json", "*.safetensors", INDEX, "mask_embedding.pt")
+
+
+def checkpoint_folder(name_or_path: str | os.PathLike[str], **hub_kwargs: Any) -> Path:
+    """
+    The folder of a checkpoint, fetched from the Hub if it is not a local one.
+
+    Args:
+        name_or_path (`str`): folder or Hub name.
+        **hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
+
+    Returns:
+        `Path`
+
+    Raises:
+        OSError: there is no such folder and no such repository, or it cannot be reached.
+    """
+    subfolder = hub_kwargs.pop("subfolder", None) or ""
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        if folder.exists() or folder.is_symlink():
+            raise OSError(f"{str(folder)!r} is not a folder. Give the folder that holds config.json and {WEIGHTS}.")
+        patterns = [os.path.join(subfolder, name) for name in NEEDED_FILES]
+        try:
+            folder = Path(snapshot_download(str(name_or_path), allow_patterns=patterns, **hub_kwargs))
+        except (OSError, HFValidationError) as error:
+            raise OSError(f"There is no folder {str(name_or_path)!r}, and on the Hub: {error}") from error
+    return folder / subfolder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Read a JSON object.
+
+    Args:
+        path (`Path`): the file.
+
+    Returns:
+        `dict`
+
+    Raises:
+        OSError: the file is missing, unreadable, or not a JSON object; the message names it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise OSError(f"{str(path.parent)!r} holds no {path.name}. Give the folder or Hub name of a draft.") from error
+    except OSError as error:
+        raise OSError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"{str(path)!r} is not valid JSON ({error}). Fetch it again.") from error
+    if not isinstance(value, dict):
+        raise OSError(f"{str(path)!r} must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """
+    Name, file and shape of every tensor of a checkpoint, from the headers alone.
+
+    Args:
+        folder (`Path`): holds `model.safetensors`, or shards and their index.
+
+    Returns:
+        `dict`: tensor name to file and shape.
+
+    Raises:
+        OSError: no weights are there, a file is damaged, or the index names a file outside the folder.
+    """
+    files = [folder / WEIGHTS]
+    if not os.path.lexists(files[0]):
+        if not os.path.lexists(folder / INDEX):
+            raise OSError(f"{str(folder)!r} holds no {WEIGHTS}. Other formats are not read: convert them first.")
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        names = sorted(map(str, set(weight_map.values()))) if isinstance(weight_map, dict) else []
+        if not names or any(name != Path(name).name or not name.endswith(".safetensors") for name in names):
+            raise OSError(
+                f"weight_map in {str(folder / INDEX)!r} must name .safetensors files of the same folder. Nothing was "
+                "read; use a checkpoint from a source you trust."
+            )
+        files = [folder / name for name in names]
+    shapes: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 (no dict)
+        except SafetensorError as error:
+            raise OSError(f"The weights {str(file)!r} are damaged ({error}). Fetch them again.") from error
+        except OSError as error:
+            raise OSError(f"The weights {str(file)!r} cannot be read: {error}.") from error
+        for name, shape in found.items():
+            if name in shapes:
+                raise OSError(f"The tensor {name!r} is in {shapes[name][0].name!r} and in {file.name!r}.")
+            shapes[name] = (file, shape)
+    return shapes
+
+
+def _read_tensor(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def target_facts(target: str | bool | PreTrainedModel | None, **hub_kwargs: Any) -> dict[str, Any]:
+    """
+    What a draft's file may leave out and its target knows.
+
+    Args:
+        target (`str`, `PreTrainedModel`, `bool` or `None`): Hub name, folder or live target, if there is one.
+        **hub_kwargs: `token`, `cache_dir`, `local_files_only`.
+
+    Returns:
+        `dict`: `vocab_size` (embedding rows of a live target) and `target_num_hidden_layers`; empty without a target.
+
+    Raises:
+        OSError: the target's configuration cannot be read.
+    """
+    if target is None or isinstance(target, bool):
+        return {}
+    config = AutoConfig.from_pretrained(target, **hub_kwargs) if isinstance(target, str) else target.config
+    text = config.get_text_config(decoder=True)
+    facts = {"vocab_size": text.vocab_size, "target_num_hidden_layers": text.num_hidden_layers}
+    if not isinstance(target, str):
+        embedding: Any = target.get_input_embeddings()
+        facts["vocab_size"] = embedding.weight.shape[0]
+    return facts
+
+
+def read_checkpoint(
+    name_or_path: str | os.PathLike[str],
+    *,
+    config: DFlashConfig | None = None,
+    given: Mapping[str, Any] | None = None,
+    target: str | bool | PreTrainedModel | None = None,
+    **hub_kwargs: Any,
+) -> tuple[DFlashConfig, dict[str, torch.Tensor] | None]:
+    """
+    Read the configuration of a draft of any producer and check its tensors, by name and shape.
+
+    Copies of the target's embedding and head are left out; their checksums go into the configuration and are compared
+    when the draft is tied.
+
+    Args:
+        name_or_path (`str`): folder or Hub name.
+        config ([`DFlashConfig`], *optional*): used instead of config.json.
+        given (`Mapping`, *optional*): fields of the configuration that the caller insists on.
+        target (`str`, `PreTrainedModel` or `False`, *optional*): says what config.json may leave out.
+        **hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
+
+    Returns:
+        `tuple`: the configuration, and the tensors under our names; `None` instead of them where the files hold
+        exactly our tensors, so that they can be loaded as they are.
+
+    Raises:
+        OSError: files are missing, damaged or point outside the folder.
+        ValueError: not a DFlash draft, values missing or in conflict, or other tensors than the network's.
+    """
+    folder = checkpoint_folder(name_or_path, **hub_kwargs)
+    if config is None:
+        raw = read_json(folder / "config.json")
+        of_target = {name: hub_kwargs[name] for name in TARGET_LOOK_UP if name in hub_kwargs}
+        config = DFlashConfig(**native_values(raw, given, lambda: target_facts(target, **of_target)))
+    if (folder / "mask_embedding.pt").exists():
+        raise ValueError(
+            f"{str(name_or_path)!r} holds mask_embedding.pt, a mask vector of its own, which is not implemented: "
+            "without it the draft would be accepted rarely. Use a draft that masks with a token."
+        )
+    shapes = tensor_shapes(folder)
+    _refuse_other_methods(str(name_or_path), shapes)
+
+    ours: dict[str, str] = {}
+    checksums = dict(config.target_tensor_checksums or {})
+    for name in shapes:
+        if name in TARGET_TENSORS:
+            checksums[name] = tensor_checksum(_read_tensor(shapes[name][0], name))
+        elif (native := native_tensor_name(name)) in ours:
+            raise ValueError(f"{name!r} and {ours[native]!r} in {str(name_or_path)!r} are the same tensor of a draft.")
+        else:
+            ours[native] = name
+    config.target_tensor_checksums = checksums or None
+    with torch.device("meta"):
+        wanted = {name: tuple(value.shape) for name, value in DFlashBody(config).state_dict().items()}
+    found = {native: shapes[name][1] for native, name in ours.items()}
+    problems = {
+        "missing": wanted.keys() - found.keys(),
+        "unknown": {ours[name] for name in found.keys() - wanted.keys()},
+        "of another shape": {
+            f"{name} {list(found[name])} instead of {list(wanted[name])}"
+            for name in found.keys() & wanted.keys()
+            if found[name] != wanted[name]
+        },
+    }
+    if any(problems.values()):
+        raise weights_error(name_or_path, problems)
+    if ours.keys() == shapes.keys():
+        return config, None
+    return config, {native: _read_tensor(shapes[name][0], name) for native, name in ours.items()}
+
+
+def _refuse_other_methods(where: str, names: Mapping[str, Any]) -> None:
+    for name in names:
+        for part in name.split("."):
+            if part in UNSUPPORTED_PARTS:
+                raise ValueError(
+                    f"{where!r} holds {name!r}: {UNSUPPORTED_PARTS[part]} is not implemented, and without it the "
+                    "draft would be another one. Use a DFlash draft without it."
+                )
+
+
+def save_in_layout(
+    draft: DFlashDraftModel, folder: str | os.PathLike[str], layout: str, *, dtype: torch.dtype | None = None
+) -> Path:
+    """
+    Save a draft as another reader wants it. The folder appears whole or not at all.
+
+    Args:
+        draft ([`DFlashDraftModel`]):
+            Tied or not. If its file carried copies of the target's tensors, it must have been tied once.
+        folder (`str`):
+            New or empty. For vLLM its name must contain "dflash", in any case.
+        layout (`str`):
+            `"native"`; `"serving"`: vLLM, SGLang and the reference decoder; `"speculators"`; `"muse"`: transformers'
+            own assistant class.
+        dtype (`torch.dtype`, *optional*):
+            Of the tensors. Default: the draft's own; bf16 in the serving layout, which servers run in, and which the
+            reference decoder does not cast.
+
+    Returns:
+        `Path`: the folder.
+
+    Raises:
+        ValueError: the layout cannot say what this draft computes, or is unknown.
+        OSError: the folder holds files already, or cannot be written.
+    """
+    folder = Path(folder)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OSError(f"{str(folder)!r} exists and is not an empty folder. Choose a new one; nothing was written.")
+    if layout != "native" and draft.config.target_tensor_checksums:
+        raise ValueError(
+            f"The file of the draft {describe_target(draft.config)} carried "
+            f"{', '.join(draft.config.target_tensor_checksums)}, and whether they are the target's was not compared "
+            "yet. Tie the draft first: target= or draft.tie_target(...)."
+        )
+    if dtype is None:
+        dtype = torch.bfloat16 if layout == "serving" else draft.dtype
+    config = {} if layout == "native" else layout_config(draft.config, layout, str(dtype).removeprefix("torch."))
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
+    try:
+        tensors = {name: value.detach().to("cpu", dtype) for name, value in draft.state_dict().items()}
+        if layout == "native":
+            draft.save_pretrained(partial, state_dict=tensors)
+            native = read_json(partial / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+            (partial / "config.json").write_text(json.dumps(native, indent=2, sort_keys=True) + "\n")
+        else:
+            renamed = {layout_tensor_name(name, layout): value.contiguous() for name, value in tensors.items()}
+            save_file(renamed, partial / WEIGHTS, {"format": "pt"})
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        partial.chmod(0o755)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    layout: str,
+    *,
+    dtype: torch.dtype | None = None,
+    target: str | PreTrainedModel | None = None,
+    **kwargs: Any,
+) -> Path:
+    """
+    Turn a checkpoint of any producer into another layout.
+
+    Args:
+        source (`str`): folder or Hub name.
+        destination (`str`): new or empty folder.
+        layout (`str`), dtype (`torch.dtype`, *optional*): as for [`save_in_layout`].
+        target (`str` or `PreTrainedModel`, *optional*): needed where the source carries tensors of the target, or does
+            not say how deep or wide the target is.
+        **kwargs: fields of the configuration, and what finds the source on the Hub.
+
+    Returns:
+        `Path`: the destination.
+
+    Raises:
+        ValueError, OSError: as for [`DFlashDraftModel.from_pretrained`] and [`save_in_layout`]; nothing is written.
+    """
+    draft = DFlashDraftModel.from_pretrained(source, target=target or False, **kwargs)
+    if target is not None:
+        draft.get_output_embeddings()  # ties, which compares the pair
+    return save_in_layout(draft, destination, layout, dtype=dtype)

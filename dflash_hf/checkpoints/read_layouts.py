@@ -1,0 +1,437 @@
+"""The config.json of every DFlash producer, read, and what each calls its tensors: dictionaries alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers.utils import logging
+
+from ..model.configuration_dflash import LAYER_TYPES, MAX_LAYERS, MAX_SIZE, DFlashConfig
+
+logger = logging.get_logger(__name__)
+
+# What can be written. What can be read is told apart by `layout_of`.
+LAYOUTS = ("native", "serving", "speculators", "muse")
+
+# Fields that other layouts spell as Qwen3 does.
+SHARED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "attention_bias",
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Values that are never guessed.
+REQUIRED = ("target_layer_ids", "block_size", "mask_token_id", "vocab_size", "rope_theta")
+# Keys about the file or the producer's class. Each layout writes its own.
+BOOKKEEPING = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "num_target_layers",
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "use_sliding_window",
+        "max_window_layers",
+    }
+)
+# Nested in `dflash_config` by the reference and read here; what else is nested there is kept as it is.
+NESTED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale")
+NESTED_LAYER_KEYS = ("causal", "use_swa", "swa_window_size")
+
+# Module names of other producers for modules of ours.
+MODULE_NAMES = {
+    "context_proj": "fc",
+    "context_norm": "hidden_norm",
+    "final_norm": "norm",
+    "encoder.fc": "fc",
+    "encoder.output_norm_enc": "hidden_norm",
+}
+# Tensors of the target that some producers store with the draft.
+TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight", "logit_head.weight")
+# Parts of other methods: what holds their tensors, and what they are called.
+UNSUPPORTED_PARTS = {
+    "d2t": "a reduced draft vocabulary",
+    "t2d": "a reduced draft vocabulary",
+    "markov_head": "the Markov head of DSpark",
+    "prefix_gru": "a recurrent prefix head",
+    "confidence_head": "a confidence head",
+    "attention_conv": "the convolutions of DFlash 2",
+    "mlp_conv": "the convolutions of DFlash 2",
+    "candidate_selector": "the candidate selector of DFlash 2",
+    "mask_hidden": "a mask vector of its own",
+    "mask_embedding": "a mask vector of its own",
+}
+
+
+def layout_of(raw: Mapping[str, Any]) -> str:
+    """
+    Tell the layout of a config.json.
+
+    Args:
+        raw (`Mapping`): the file as it stands.
+
+    Returns:
+        `str`: `"native"` (ours, and flat configurations of `model_type: dflash`), `"serving"` (the reference's, which
+        servers read), `"speculators"` or `"muse"`.
+
+    Raises:
+        ValueError: it is no DFlash draft, or one of a kind that this package does not implement.
+    """
+    _check_kinds(raw)
+    architectures = [str(name) for name in raw.get("architectures") or []]
+    nested = raw.get("dflash_config") or {}
+    kind = raw.get("speculators_model_type")
+    if any("DSpark" in name for name in architectures) or kind == "dspark":
+        raise ValueError(
+            f"The checkpoint is a DSpark draft (architectures={architectures}): its slot k predicts the token after "
+            "the one DFlash's slot k predicts, so it cannot run as DFlash. Use a DFlash draft of this target."
+        )
+    if "DFlash2DraftModel" in architectures or kind == "dflash2" or "selector_rank" in nested:
+        raise ValueError(
+            "The checkpoint is a DFlash 2 draft (DFlash2DraftModel): its convolutions and its candidate selector are "
+            "not implemented here. Use a DFlash draft of this target."
+        )
+    if raw.get("sample_from_anchor") or nested.get("sample_from_anchor"):
+        raise ValueError(
+            "The checkpoint has sample_from_anchor=true: its slot k predicts the token after the one DFlash's slot k "
+            "predicts. That rule is not implemented; use a draft that was trained without it."
+        )
+    if kind is not None:
+        if kind != "dflash":
+            raise ValueError(f"speculators_model_type={kind!r} is no DFlash draft; it must be 'dflash'.")
+        return "speculators"
+    if raw.get("model_type") == "muse_glimmer_assistant":
+        return "muse"
+    if raw.get("model_type") == DFlashConfig.model_type:
+        return "native"
+    if nested or any("DFlash" in name for name in architectures):
+        return "serving"
+    raise ValueError(
+        f"This is no DFlash draft: model_type={raw.get('model_type')!r}, architectures={architectures}, and no "
+        "dflash_config. Give the folder or Hub name of a draft, not of its target."
+    )
+
+
+def _check_kinds(raw: Mapping[str, Any]) -> None:
+    """What is read as an object, a list or a number below must be one: a file can hold anything."""
+    objects = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "speculators_config")
+    for name in (*objects, "verifier"):
+        if not isinstance(raw.get(name, None), Mapping | None):
+            raise ValueError(f"{name}={raw[name]!r} in config.json must be an object.")
+    lists = {"architectures": str, "layer_types": str, "target_layer_ids": int, "aux_hidden_state_layer_ids": int}
+    for name, kind in lists.items():
+        value = raw.get(name)
+        if value is not None and not (isinstance(value, list) and all(type(item) is kind for item in value)):
+            raise ValueError(f"{name}={value!r} in config.json must be a list of {kind.__name__}.")
+    for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_window_layers", "sliding_window"):
+        value, maximum = raw.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if value is not None and (type(value) is not int or not 1 <= value <= maximum):
+            raise ValueError(f"{name}={value!r} in config.json must be an int from 1 to {maximum}.")
+    for name in ("model_type", "dtype", "torch_dtype"):
+        if not isinstance(raw.get(name), str | None):
+            raise ValueError(f"{name}={raw[name]!r} in config.json must be text.")
+    for name in ("dtype", "torch_dtype"):
+        if raw.get(name) not in (None, *DTYPES):
+            raise ValueError(f"{name}={raw[name]!r} in config.json must be one of {', '.join(DTYPES)}.")
+    for inner in (raw.get("transformer_layer_config"), raw.get("dflash_config"), raw.get("speculators_config")):
+        if inner:
+            _check_kinds(inner)
+
+
+def native_values(
+    raw: Mapping[str, Any],
+    given: Mapping[str, Any] | None = None,
+    target_facts: Callable[[], Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """
+    Translate a config.json of any producer into the values of a [`DFlashConfig`].
+
+    A value that stands in two places must be the same in both. Nothing that a draft needs is guessed; keys that are
+    unknown here are kept.
+
+    Args:
+        raw (`Mapping`): the file as it stands.
+        given (`Mapping`, *optional*): fields of the configuration that the caller insists on.
+        target_facts (`Callable`, *optional*): gives `vocab_size` and `target_num_hidden_layers` of the target at hand;
+            called only where the file is silent.
+
+    Returns:
+        `dict`: keyword arguments of [`DFlashConfig`].
+
+    Raises:
+        ValueError: no DFlash draft, two places that disagree, or a missing value; the message names it.
+    """
+    given = given or {}
+    layout = layout_of(raw)
+    readers = {"native": _from_flat, "serving": _from_serving, "speculators": _from_speculators, "muse": _from_muse}
+    values = readers[layout](raw)
+    if layout != "native" and "mask_token_id" not in given:
+        _check_mask_token(values)
+    rope = {"rope_theta", "rope_parameters"}
+    if rope & given.keys():
+        values = {name: value for name, value in values.items() if name not in rope}
+    values = {**values, **given}
+    silent = {name for name in ("vocab_size", "target_num_hidden_layers") if values.get(name) is None}
+    if silent and target_facts is not None:
+        values.update({name: value for name, value in target_facts().items() if name in silent})
+    found = {**(values.get("rope_parameters") or {}), **{k: v for k, v in values.items() if v is not None}}
+    for name in REQUIRED:
+        if found.get(name) is None:
+            raise ValueError(
+                f"{name} is missing in the draft's config.json ({layout} layout) and is never guessed. "
+                f"Pass {name}= with the value the draft was trained with."
+            )
+    return {name: value for name, value in values.items() if name != "rope_theta" or value is not None}
+
+
+def _one_value(name: str, places: Mapping[str, Any]) -> Any:
+    """The value that stands in one or more places of a file; `None` if it stands nowhere."""
+    present = {place: value for place, value in places.items() if value is not None}
+    if not present:
+        return None
+    first = next(iter(present.values()))
+    if any(value != first for value in present.values()):
+        listed = " and ".join(f"{place}={value}" for place, value in present.items())
+        raise ValueError(f"{name} stands in two places that disagree: {listed}. Make them equal.")
+    return first
+
+
+def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and `rope_parameters` of a file, flat; parts that are the target's alone are left out."""
+    rope = _one_value("rope_parameters", {name: raw.get(name) for name in ("rope_parameters", "rope_scaling")}) or {}
+    if {*LAYER_TYPES} & rope.keys():  # a set of values a layer type
+        rope = _one_value("rope_parameters", {f"rope_parameters[{kind!r}]": rope[kind] for kind in rope})
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"rope_parameters of a layer type in config.json must be an object, not {rope!r}.")
+    foreign = sorted(
+        name
+        for name, value in {**raw, **rope}.items()
+        if name.startswith("mrope_") or (name == "partial_rotary_factor" and value not in (None, 1, 1.0))
+    )
+    if foreign:
+        logger.warning(
+            f"{', '.join(foreign)} of the draft's config.json is the target's: the draft rotates whole heads."
+        )
+    rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+    rope.pop("partial_rotary_factor", None)
+    theta = _one_value(
+        "rope_theta", {"rope_theta": raw.get("rope_theta"), "rope_parameters['rope_theta']": rope.get("rope_theta")}
+    )
+    return {"rope_parameters": rope or None, "rope_theta": theta}
+
+
+def _geometry(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The shared fields; what the file leaves out has the default of its model type, as for its producer."""
+    model_type = raw.get("model_type") or "qwen3"
+    reference: Any = CONFIG_MAPPING["qwen3"]()
+    defaults = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else reference
+    values: dict[str, Any] = {name: raw.get(name) for name in SHARED_FIELDS}
+    for name, value in values.items():
+        if value is None and name != "vocab_size" and not name.endswith("_token_id"):
+            values[name] = getattr(defaults, name, getattr(reference, name))
+    if values["head_dim"] is None:
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    return values
+
+
+def _rest(raw: Mapping[str, Any], *read: str) -> dict[str, Any]:
+    """What is kept as it is: fields of our own, and keys that nobody here knows."""
+    skipped = {*BOOKKEEPING, *read, "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"}
+    kept = {name: value for name, value in raw.items() if name not in skipped and not name.startswith("mrope_")}
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    return kept if dtype is None else {**kept, "dtype": dtype}
+
+
+def _drafting(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands at the top level in older files and in `dflash_config` in newer ones, and the target's depth."""
+    nested = raw.get("dflash_config") or {}
+    values = {
+        name: _one_value(name, {name: raw.get(name), f"dflash_config[{name!r}]": nested.get(name)})
+        for name in NESTED_FIELDS
+    }
+    values["target_num_hidden_layers"] = _depth_of(raw, values["target_layer_ids"])
+    kept = {name: value for name, value in nested.items() if name not in (*NESTED_FIELDS, *NESTED_LAYER_KEYS)}
+    return {**values, "dflash_config": kept} if kept else values
+
+
+def _depth_of(raw: Mapping[str, Any], ids: list[int] | None) -> int | None:
+    """The target's depth. `num_target_layers` counts the taps where the depth has a key of its own."""
+    depth, count = raw.get("target_num_hidden_layers"), raw.get("num_target_layers")
+    if count is None or count == len(ids or []):
+        return depth
+    if depth is not None and depth != count:
+        raise ValueError(
+            f"num_target_layers={count} is neither the number of target_layer_ids={ids} nor "
+            f"target_num_hidden_layers={depth}. Correct config.json."
+        )
+    return count
+
+
+def _layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """`layer_types`, `sliding_window` and `is_causal` of the reference's keys."""
+    window, kinds, is_causal = raw.get("sliding_window"), raw.get("layer_types"), raw.get("is_causal")
+    if kinds is None:
+        first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") and window else num_layers
+        kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
+    if is_causal is None:
+        is_causal = nested.get("causal")
+    if nested.get("use_swa") and "sliding_attention" not in kinds:  # windows on layers that stay bidirectional
+        kinds, is_causal = ["sliding_attention"] * num_layers, bool(is_causal)
+    if "sliding_attention" in kinds:
+        window = nested.get("swa_window_size", window)
+        if window is None:
+            raise ValueError(
+                "layer_types has 'sliding_attention' and no window stands in sliding_window or in "
+                "dflash_config['swa_window_size']. Correct config.json."
+            )
+    return {"layer_types": list(kinds), "sliding_window": window, "is_causal": is_causal}
+
+
+def _from_flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours, and the same keys in the files of TorchSpec and AngelSpec, which leave some out."""
+    bookkeeping = ("_name_or_path", "architectures", "auto_map", "transformers_version")
+    own = {name: raw[name] for name in bookkeeping if name in raw}
+    values = {**own, **_rest(raw, "dflash_config"), **_flat_rope(raw), **_drafting(raw)}
+    if raw.get("head_dim") is None and raw.get("hidden_size") and raw.get("num_attention_heads"):
+        values["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
+    return values
+
+
+def _from_serving(raw: Mapping[str, Any]) -> dict[str, Any]:
+    geometry = _geometry(raw)
+    return {
+        **_rest(raw, "dflash_config"),
+        **geometry,
+        **_flat_rope(raw),
+        **_drafting(raw),
+        **_layers(raw, raw.get("dflash_config") or {}, geometry["num_hidden_layers"]),
+    }
+
+
+def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
+    inner = raw.get("transformer_layer_config")
+    if not isinstance(inner, Mapping):
+        raise ValueError(
+            f"transformer_layer_config={inner!r} must be an object in a speculators config.json: it holds the "
+            "draft's sizes."
+        )
+    geometry = _geometry(inner)
+    draft_vocab_size = raw.get("draft_vocab_size")
+    if draft_vocab_size not in (None, geometry["vocab_size"]) and geometry["vocab_size"] is not None:
+        raise ValueError(
+            f"draft_vocab_size={draft_vocab_size} is not the target's {geometry['vocab_size']}: a reduced draft "
+            "vocabulary (d2t) is not implemented. Use a draft with the full vocabulary."
+        )
+    layers = _layers(inner, {}, geometry["num_hidden_layers"])
+    by_type = {kind == "sliding_attention" for kind in layers["layer_types"]}
+    if by_type == {layers["is_causal"]}:  # said in so many words for servers, and what the layer types say
+        layers["is_causal"] = None
+    if layers["is_causal"] is None and True in by_type and raw.get("sliding_window_non_causal"):
+        layers["is_causal"] = False
+    if raw.get("is_causal") is not None:
+        layers["is_causal"] = raw["is_causal"]
+    drafting = _drafting(raw)
+    aux_ids = raw.get("aux_hidden_state_layer_ids")
+    drafting["target_layer_ids"] = ids = _one_value(
+        "target_layer_ids",
+        {
+            "aux_hidden_state_layer_ids - 1": None if aux_ids is None else [index - 1 for index in aux_ids],
+            "target_layer_ids": drafting["target_layer_ids"],
+        },
+    )
+    drafting["target_num_hidden_layers"] = _depth_of(raw, ids)
+    verifier = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    read = (
+        "transformer_layer_config",
+        "draft_vocab_size",
+        "aux_hidden_state_layer_ids",
+        "sliding_window_non_causal",
+        "sample_from_anchor",
+        "dflash_config",
+    )
+    return {
+        **_rest(inner),
+        **_rest(raw, *read),
+        **geometry,
+        **_flat_rope(inner),
+        **drafting,
+        **layers,
+        "target_name_or_path": _one_value(
+            "the target's name",
+            {
+                "target_name_or_path": raw.get("target_name_or_path"),
+                "speculators_config.verifier.name_or_path": verifier,
+            },
+        ),
+    }
+
+
+def _from_muse(raw: Mapping[str, Any]) -> dict[str, Any]:
+    geometry = _geometry(raw)
+    kinds = raw.get("layer_types") or ["sliding_attention"] * geometry["num_hidden_layers"]
+    is_sliding = "sliding_attention" in kinds
+    return {
+        **_rest(raw, "dflash_config"),
+        **geometry,
+        **_flat_rope(raw),
+        **_drafting(raw),
+        "layer_types": list(kinds),
+        # its windows reach one token further, and look ahead as well as back
+        "sliding_window": (raw.get("sliding_window") or muse_window()) + 1 if is_sliding else None,
+        "is_causal": False if is_sliding else raw.get("is_causal"),
+    }
+
+
+def muse_window() -> int:
+    """`int`: window in tokens that transformers' own class takes where its file names none."""
+    return CONFIG_MAPPING["muse_glimmer_assistant"]().sliding_window
+
+
+def _check_mask_token(values: Mapping[str, Any]) -> None:
+    mask = values.get("mask_token_id")
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        token_ids = values.get(name)
+        if mask is not None and mask in (token_ids if isinstance(token_ids, list) else [token_ids]):
+            raise ValueError(
+                f"mask_token_id={mask} of the draft's config.json is also its {name}, a token that occurs in text. "
+                "Pass mask_token_id= to insist on it, or correct the file."
+            )
+
+
+def native_tensor_name(name: str) -> str:
+    """
+    The name of a tensor of any producer in our network.
+
+    Example:
+
+    ```python
+    >>> native_tensor_name("encoder.output_norm_enc.weight"), native_tensor_name("layers.0.mlp.up_proj.weight")
+    ('hidden_norm.weight', 'layers.0.mlp.up_proj.weight')
+
+    ```
+    """
+    module, _, leaf = name.rpartition(".")
+    return f"{MODULE_NAMES[module]}.{leaf}" if module in MODULE_NAMES else name

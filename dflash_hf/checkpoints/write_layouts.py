@@ -1,0 +1,177 @@
+"""The config.json that other readers want, and their names of a draft's tensors: dictionaries alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..model.configuration_dflash import DFlashConfig
+from .read_layouts import BOOKKEEPING, LAYOUTS, SHARED_FIELDS, muse_window
+
+
+def layout_config(config: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
+    """
+    Write the config.json of another layout.
+
+    Args:
+        config ([`DFlashConfig`]): of the draft.
+        layout (`str`): `"serving"`, `"speculators"` or `"muse"`.
+        dtype (`str`): of the tensors beside it, as `"bfloat16"`.
+
+    Returns:
+        `dict`: ready for JSON.
+
+    Raises:
+        ValueError: the layout cannot say what this draft computes; the message says what.
+    """
+    writers: dict[str, Callable[[DFlashConfig], dict[str, Any]]] = {
+        "serving": _to_serving,
+        "speculators": _to_speculators,
+        "muse": _to_muse,
+    }
+    if layout not in writers:
+        raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}.")
+    return {**writers[layout](config), "dtype": dtype}
+
+
+def _rope_spellings(config: DFlashConfig) -> dict[str, Any]:
+    """Both spellings: older readers know one, newer ones the other."""
+    return {"rope_theta": config.rope_theta, "rope_parameters": dict(config.rope_parameters or {})}
+
+
+def _kept(config: DFlashConfig, *expressed: str) -> dict[str, Any]:
+    """What a layout has no key for: our fields that are set, and the unknown keys that the draft came with."""
+    bookkeeping = {
+        *BOOKKEEPING,
+        *SHARED_FIELDS,
+        *expressed,
+        "dtype",
+        "rope_parameters",
+        "target_hidden_size",
+        "layer_types",
+        "sliding_window",
+        "is_causal",
+        "target_layer_ids",
+        "block_size",
+        "mask_token_id",
+    }
+    values = config.to_diff_dict().items()
+    return {name: value for name, value in values if name not in bookkeeping and value is not None}
+
+
+def _shared(config: DFlashConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in SHARED_FIELDS}
+
+
+def _to_serving(config: DFlashConfig) -> dict[str, Any]:
+    if config.target_num_hidden_layers is None:
+        raise ValueError(
+            "The serving layout states the target's depth, and this draft does not know it. Load it with target=, or "
+            "pass target_num_hidden_layers=."
+        )
+    layer_types = config.layer_types or []
+    drafting = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids or []),
+    }
+    if config.input_embedding_scale is not None:
+        drafting["input_embedding_scale"] = config.input_embedding_scale
+    written = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "num_target_layers": config.target_num_hidden_layers,
+        "dflash_config": {**getattr(config, "dflash_config", {}), **drafting},
+        **_shared(config),
+        **_rope_spellings(config),
+        "layer_types": list(layer_types),
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": "sliding_attention" in layer_types,
+        "tie_word_embeddings": False,
+        **_kept(config, "target_num_hidden_layers", "input_embedding_scale", "dflash_config"),
+    }
+    return written if config.is_causal is None else {**written, "is_causal": config.is_causal}
+
+
+def _to_speculators(config: DFlashConfig) -> dict[str, Any]:
+    layer_types = config.layer_types or []
+    causal = {kind: config.in_block_causal(index) for index, kind in enumerate(layer_types)}
+    if causal.get("full_attention"):
+        raise ValueError(
+            f"The speculators layout cannot say is_causal={config.is_causal} for full attention: its full layers see "
+            "the whole block. Write the serving layout."
+        )
+    inner = {
+        "model_type": "qwen3",
+        **_shared(config),
+        **_rope_spellings(config),
+        "layer_types": list(layer_types),
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": "sliding_attention" in layer_types,
+        "tie_word_embeddings": False,
+    }
+    if len(set(causal.values())) == 1:  # vLLM reads this one first, and knows one value for all layers
+        inner["is_causal"] = next(iter(causal.values()))
+    kept = _kept(config, "target_name_or_path")
+    if config.is_causal is not None:
+        kept["is_causal"] = config.is_causal
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": config.target_name_or_path, "architectures": []},
+        },
+        "transformer_layer_config": inner,
+        "draft_vocab_size": config.vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids or []],
+        "sliding_window_non_causal": not causal.get("sliding_attention", False),
+        "sample_from_anchor": False,
+        **kept,
+    }
+
+
+def _to_muse(config: DFlashConfig) -> dict[str, Any]:
+    layer_types = config.layer_types or []
+    is_sliding = "sliding_attention" in layer_types
+    if any(config.in_block_causal(index) for index in range(len(layer_types))):
+        raise ValueError(
+            "The muse layout cannot say that a slot sees only the slots before it: all its layers see the whole "
+            "block. Write the serving layout."
+        )
+    if config.attention_bias:
+        raise ValueError("The muse layout has no attention_bias: its projections are without. Write another layout.")
+    if is_sliding and (config.sliding_window or 0) < 2:
+        raise ValueError(f"sliding_window={config.sliding_window} must be at least 2 in the muse layout.")
+    written = {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+        **_shared(config),
+        **_rope_spellings(config),
+        "layer_types": list(layer_types),
+        "sliding_window": (config.sliding_window or 0) - 1 if is_sliding else muse_window(),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids or []),
+        **_kept(config, "dflash_config"),
+        # where one of vLLM's two model runners looks for them
+        "dflash_config": {
+            **getattr(config, "dflash_config", {}),
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids or []),
+        },
+    }
+    return written if config.is_causal is None else {**written, "is_causal": config.is_causal}
+
+
+def layout_tensor_name(name: str, layout: str) -> str:
+    """The name of a tensor of our network in a layout that is to be written."""
+    module, _, leaf = name.rpartition(".")
+    muse_names = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
+    return f"{muse_names[module]}.{leaf}" if layout == "muse" and module in muse_names else name

@@ -1,0 +1,5 @@
+"""Speculative decoding: the loop, draft trees, acceptance, key-value cache and logits processing."""
+
+from .generate import PROPOSALS, DFlashGenerateOutput, dflash_decoding, speculative_generate
+
+__all__ = ["DFlashGenerateOutput", "PROPOSALS", "dflash_decoding", "speculative_generate"]

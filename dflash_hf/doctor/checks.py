@@ -1,0 +1,409 @@
+"""What can be wrong with a pair before anything is drafted, and in the two ways a block is run: one check a cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DFlashCache
+
+from ..blocks.forward import block_hidden_states
+from ..blocks.plan import build_dflash_batch_plan
+from ..data.chat_template import TemplateError
+from ..data.labels import read_row
+from ..data.prompt_check import check_prefix
+from ..evaluation.simulate import blocks_of_each_row
+from ..model.configuration_dflash import DFlashConfig
+from ..model.modeling_dflash import DFlashDraftModel, embed_tokens
+from ..target.hidden_states import target_hidden_states
+from .finding import FAULT, OK, SKIPPED, WARNING, Finding
+from .forced_decoding import AnsweredPrompts
+
+# Relative distance of two computations of the same states: kernels sum in other orders, and half precision shows it.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
+INITIAL_SPREAD = 0.02  # relative: new weights have the configured standard deviation to within this, trained ones move
+USE_ITS_OWN = "Use the draft with the target it was trained for."
+
+
+def check_pair(
+    draft: DFlashDraftModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target_name: str | None
+) -> Finding:
+    """
+    Compare the draft's configuration with the target and its tokenizer; widths and layers were compared when tying.
+
+    Args:
+        draft ([`DFlashDraftModel`]): tied.
+        target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): the other half.
+        target_name (`str`, *optional*): as it was given; nothing is compared with the recorded one if unset.
+
+    Returns:
+        [`Finding`] named "pair".
+    """
+    config, embedding = draft.config, target.get_input_embeddings()
+    num_embeddings = torch.Size(getattr(embedding.weight, "shape", (0, 0)))[0]
+    largest = max(tokenizer.get_vocab().values())
+    measured = (
+        f"width {config.hidden_size}, {num_embeddings} embedding rows, layers {config.target_layer_ids} of "
+        f"{config.target_num_hidden_layers}, block {config.block_size}"
+    )
+    if largest >= num_embeddings:
+        return Finding(
+            "pair",
+            FAULT,
+            f"the tokenizer {tokenizer.name_or_path!r} writes token {largest}, and the target has {num_embeddings} "
+            "embedding rows",
+            "Use the tokenizer that belongs to the target.",
+        )
+    recorded = config.target_name_or_path
+    if recorded and target_name and PurePath(recorded).name.lower() != PurePath(target_name).name.lower():
+        return Finding(
+            "pair",
+            WARNING,
+            f"{measured}; the draft was trained for {recorded!r}, not {target_name!r}",
+            "Another target, a fine-tune too, has other states. " + USE_ITS_OWN,
+        )
+    return Finding("pair", OK, measured)
+
+
+def check_weights(draft: DFlashDraftModel) -> Finding:
+    """
+    Look for weights that nothing can come of: not finite, never trained, norms that never moved.
+
+    Args:
+        draft ([`DFlashDraftModel`]): in the dtype of its file, since a cast to bfloat16 can hide small moves.
+
+    Returns:
+        [`Finding`] named "weights".
+    """
+    broken = [name for name, value in draft.named_parameters() if not value.isfinite().all()]
+    if broken:
+        return Finding(
+            "weights",
+            FAULT,
+            f"not finite: {', '.join(broken)}",
+            "The training diverged: use an earlier checkpoint, or train with a smaller learning rate in bf16 or fp32.",
+        )
+    norms = [value for name, value in draft.named_parameters() if name.endswith("norm.weight")]
+    frozen = sum(bool((value == value.flatten()[0]).all()) for value in norms)
+    linear = [module.weight.detach().float() for module in draft.modules() if isinstance(module, nn.Linear)]
+    spread = sum(float(weight.std()) for weight in linear) / len(linear) / draft.config.initializer_range
+    measured = (
+        f"{sum(value.numel() for value in draft.parameters()):,} values in {str(draft.dtype)[6:]}, {frozen} of "
+        f"{len(norms)} norms constant, linear weights at {spread:.2f} of the standard deviation of new ones"
+    )
+    if frozen == len(norms) and abs(spread - 1) < INITIAL_SPREAD:
+        return Finding(
+            "weights",
+            FAULT,
+            measured,
+            "This draft was never trained, or its trained weights were not saved. Train it, or give the folder of the "
+            "trained one.",
+        )
+    if frozen == len(norms):
+        return Finding(
+            "weights",
+            WARNING,
+            measured,
+            "The norms never moved: the weights were trained in half precision, where small updates round to nothing. "
+            "Train with dtype=torch.float32 and bf16=True.",
+        )
+    if draft.dtype == torch.float16:
+        return Finding(
+            "weights", WARNING, measured, "Activations of drafts overflow in float16: load it with --dtype bfloat16."
+        )
+    return Finding("weights", OK, measured)
+
+
+def check_mask_token(draft: DFlashDraftModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Finding:
+    """
+    Look at the token that fills the slots: a token with a meaning of its own, or without an embedding.
+
+    Args:
+        draft ([`DFlashDraftModel`]), target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): the pair.
+
+    Returns:
+        [`Finding`] named "mask token".
+    """
+    mask = draft.config.mask_token_id
+    embedding: Any = draft.get_input_embeddings()
+    token = tokenizer.convert_ids_to_tokens(mask)
+    measured = f"{mask} ({token!r})" if token is not None else f"{mask}, an embedding row without a token"
+    with torch.no_grad():
+        others = [value for value in (tokenizer.pad_token_id, tokenizer.eos_token_id) if value not in (None, mask)]
+        rows = embed_tokens(embedding, torch.tensor([mask, *others], device=embedding.weight.device)).float()
+    text = target.config.get_text_config(decoder=True)
+    meanings = {
+        f"the {name} token": value
+        for name in ("pad", "eos", "bos")
+        for source in (tokenizer, text, target.generation_config)
+        for value in _ids(getattr(source, f"{name}_token_id", None))
+        if value == mask
+    }
+    own = getattr(tokenizer, "mask_token_id", None)
+    problem = None
+    if meanings:
+        problem = f"it is also {' and '.join(meanings)}, whose meaning the slots inherit"
+    elif token is not None and token in tokenizer.get_vocab() and not _is_special(tokenizer, mask):
+        problem = "it is an ordinary token that occurs in text"
+    elif own is not None and own != mask:
+        problem = f"the tokenizer's own mask token is {own} ({tokenizer.mask_token!r})"
+    elif not rows[0].any():
+        problem = "its embedding is all zero"
+    elif any(torch.equal(rows[0], row) for row in rows[1:]):
+        problem = "its embedding equals that of the pad or the eos token"
+    if problem is None:
+        return Finding("mask token", OK, measured)
+    return Finding(
+        "mask token",
+        WARNING,
+        f"{measured}: {problem}",
+        'If the draft was trained with this token, nothing is broken; "mask token id" below tries others. A new '
+        "draft does better with an unused embedding row, which from_target chooses.",
+    )
+
+
+def _ids(value: Any) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _is_special(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bool:
+    token = tokenizer.added_tokens_decoder.get(token_id)
+    return token_id in tokenizer.all_special_ids or (token is not None and token.special)
+
+
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, prompt: str, answer: str, is_cut: bool = False
+) -> Finding:
+    """
+    Compare the prompt of generation with the beginning of a training row.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): the target's.
+        config ([`DFlashConfig`]): of the draft, with the template's arguments in training.
+        prompt (`str`), answer (`str`): a user message and the target's words.
+        is_cut (`bool`, defaults to `False`): the answer did not end by itself.
+
+    Returns:
+        [`Finding`] named "chat template".
+    """
+    if tokenizer.chat_template is None:
+        return Finding(
+            "chat template",
+            WARNING,
+            "the tokenizer has none",
+            "Prompts are continued as bare text, as a base model does. For a chat model take the tokenizer that has "
+            "its template.",
+        )
+    kwargs: Mapping[str, Any] = config.chat_template_kwargs or {}
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    row = {"messages": messages, "finish_reason": "length" if is_cut else "stop"}
+    try:
+        read = read_row(row, tokenizer, chat_template_kwargs=kwargs)
+    except TemplateError as error:
+        return Finding(
+            "chat template",
+            FAULT,
+            str(error),
+            "Training rows of messages cannot be made with this template: repair it, give other chat_template_kwargs, "
+            "or train on rows of input_ids as the target read and wrote them (dflash-hf regenerate writes such rows).",
+        )
+    mismatch = check_prefix(row, read, tokenizer, kwargs)
+    if mismatch is not None:
+        return Finding(
+            "chat template",
+            WARNING,
+            f"row and prompt part at token {mismatch.position}: {mismatch.reason}",
+            "Train and serve with the same chat_template_kwargs; the draft's config.json records those of training.",
+        )
+    unknown = [name for name in kwargs if name not in str(tokenizer.chat_template)]
+    if unknown:
+        return Finding(
+            "chat template",
+            WARNING,
+            f"the draft was trained with chat_template_kwargs {dict(kwargs)}, and this template knows no "
+            f"{', '.join(unknown)}",
+            "The target's template is not the one of training: take the tokenizer of the training.",
+        )
+    start = read.mask.index(True) if any(read.mask) else len(read.mask)
+    return Finding("chat template", OK, f"a row begins with the {start} tokens of the prompt, token for token")
+
+
+@torch.no_grad()
+def check_target_states(target: PreTrainedModel, draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
+    """
+    Compare the states the draft is given with `output_hidden_states` of a plain pass of the target.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
+        answered ([`AnsweredPrompts`]): its first row is read.
+
+    Returns:
+        [`Finding`] named "target states".
+    """
+    ids = answered.input_ids[:1, answered.token_valid_mask[0]]
+    layer_ids = draft.config.target_layer_ids or []
+    given = target_hidden_states(target, ids, torch.ones_like(ids, dtype=torch.bool), layer_ids)
+    plain = target(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    tolerance = TOLERANCES.get(target.dtype, TOLERANCES[torch.bfloat16])
+    distances = {}
+    for layer_id, states in zip(layer_ids, given.chunk(len(layer_ids), dim=-1), strict=True):
+        if not states.isfinite().all():
+            return Finding(
+                "target states",
+                FAULT,
+                f"the states of layer {layer_id} are not finite in {str(target.dtype)[6:]}",
+                "Load the target in bfloat16 or float32.",
+            )
+        distances[layer_id] = _distance(states, plain[layer_id + 1])
+        if not distances[layer_id] <= tolerance:
+            nearest = min(range(len(plain)), key=lambda index: _distance(states, plain[index]))
+            return Finding(
+                "target states",
+                FAULT,
+                f"what the draft reads as layer {layer_id} differs by {distances[layer_id]:.2g} from "
+                f"hidden_states[{layer_id + 1}]; nearest is hidden_states[{nearest}]",
+                "Hand over the outputs of the layers that target_layer_ids counts from 0, hidden_states[id + 1]; the "
+                "last one is after the final norm and must not be used.",
+            )
+    return Finding(
+        "target states",
+        OK,
+        f"{len(layer_ids)} layers on {ids.shape[1]} tokens as hidden_states has them (largest difference "
+        f"{max(distances.values()):.1g}, allowed {tolerance:g})",
+    )
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Relative: norm of the difference by norm of the second."""
+    left, right = left.float(), right.float()
+    return ((left - right).norm() / right.norm().clamp(min=1e-12)).item()
+
+
+@torch.no_grad()
+def check_activations(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
+    """
+    Run one block and look for the first place where numbers are no longer finite.
+
+    Args:
+        draft ([`DFlashDraftModel`]): tied, in the dtype of decoding.
+        answered ([`AnsweredPrompts`]): its first row is read.
+
+    Returns:
+        [`Finding`] named "activations".
+    """
+    num_tokens = int(answered.token_valid_mask[0].sum())
+    context = answered.context(draft.config.target_layer_ids or [])[:1, : num_tokens - 1]
+    largest: dict[str, float] = {"target states": context.float().abs().max().item()}
+    with _recorded(draft, largest):
+        draft(
+            noise_embeds=draft.embed_blocks(answered.input_ids[:1, num_tokens - 1 :][:, :1]),
+            context_hidden_states=context,
+        )
+    dtype = str(draft.dtype)[6:]
+    for name, value in largest.items():
+        if not value < float("inf"):
+            return Finding(
+                "activations",
+                FAULT,
+                f"not finite in {dtype} from {name} on",
+                "The range of the dtype is exceeded, so that nothing is accepted. Run the pair with --dtype bfloat16 "
+                "(dtype=torch.bfloat16), or float32.",
+            )
+    shown = ", ".join(f"{name} {largest[name]:.3g}" for name in ("target states", "fc", "norm"))
+    return Finding("activations", OK, f"finite in {dtype}; largest values: {shown}")
+
+
+@contextmanager
+def _recorded(draft: DFlashDraftModel, largest: dict[str, float]) -> Iterator[None]:
+    """Inside the context the largest output of each module is recorded, in the order in which they run."""
+
+    def record(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                values = output.float().abs()
+                largest[name] = float("inf") if values.isnan().any() else values.max().item()
+
+        return hook
+
+    handles = [module.register_forward_hook(record(name)) for name, module in draft.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def check_paths(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
+    """
+    Compare blocks as training runs them with blocks as generation does, its context read in one piece and in two.
+
+    Args:
+        draft ([`DFlashDraftModel`]): tied.
+        answered ([`AnsweredPrompts`]): the first row with a whole block is read.
+
+    Returns:
+        [`Finding`] named "training and generation".
+    """
+    name, size = "training and generation", draft.config.block_size
+    lengths, starts = answered.token_valid_mask.sum(-1).tolist(), answered.supervised_mask.int().argmax(-1).tolist()
+    row = next((index for index in range(len(lengths)) if lengths[index] - starts[index] >= size), None)
+    if row is None:
+        return Finding(name, SKIPPED, f"no answer is as long as a block of {size}", "Use other prompts.")
+    ids = answered.input_ids[row : row + 1, : lengths[row]]
+    context = answered.context(draft.config.target_layer_ids or [])[row : row + 1, : lengths[row]]
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    plan = build_dflash_batch_plan(
+        valid,
+        torch.zeros(1, dtype=torch.int64, device=ids.device),
+        anchors_per_sample=lengths[row],
+        gamma=size - 1,
+        optimizer_step=0,
+        seed=0,
+        replacement=False,
+    )
+    last = lengths[row] - size
+    anchors = sorted({max(starts[row] - 1, 1), (starts[row] + last) // 2, last})
+    trained = block_hidden_states(draft, draft, blocks_of_each_row(plan, 1, anchors), ids, valid, context)
+    tolerance, worst = TOLERANCES.get(draft.dtype, TOLERANCES[torch.bfloat16]), 0.0
+    for block, anchor in zip(trained, anchors, strict=True):
+        noise = draft.embed_blocks(ids[:, anchor : anchor + 1])
+        for cuts in ([anchor], [anchor // 2, anchor]):
+            worst = max(worst, _distance(_generated_block(draft, noise, context, cuts), block))
+    measured = f"states of blocks at {anchors} differ by up to {worst:.1g}, allowed {tolerance:g}"
+    if worst <= tolerance:
+        return Finding(name, OK, measured)
+    return Finding(
+        name,
+        FAULT,
+        measured,
+        "A block is not the same in training and through the cache: try attn_implementation='sdpa' and this package's "
+        "own modeling code in place of the one that came with the checkpoint; if it stays, it is a bug to report.",
+    )
+
+
+def _generated_block(
+    draft: DFlashDraftModel, noise: torch.Tensor, context: torch.Tensor, cuts: list[int]
+) -> torch.Tensor:
+    """A block after its context has come through the cache in pieces that end at `cuts`."""
+    size = draft.config.block_size
+    cache, start = DFlashCache(config=draft.config), 0
+    cache.activate_past_recording()
+    for index, end in enumerate(cuts):
+        if index:
+            cache.crop(-size)
+        cache.set_previous_accepted_tokens(end - start)
+        output = draft(
+            noise_embeds=noise,
+            context_hidden_states=context[:, start:end],
+            position_ids=torch.arange(start, end + size, device=noise.device)[None],
+            attention_mask=torch.ones(1, end + size, dtype=torch.long, device=noise.device),
+            cache=cache,
+        ).last_hidden_state
+        start = end
+    return output[0]

@@ -1,0 +1,1 @@
+"""Completions by the target for a set of prompts, written as data-set shards."""

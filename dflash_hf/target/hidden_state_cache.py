@@ -1,0 +1,453 @@
+"""Hidden states of the target, computed once for every row: in memory, or in safetensors files on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .hidden_states import target_hidden_states
+
+logger = logging.get_logger(__name__)
+
+SHARD_BYTES = 512 * 2**20
+FINGERPRINT_FILE = "fingerprint.json"
+STALE_TEMPORARY_S = 3600  # a shard is written in seconds
+CHECKSUM_SEGMENTS = 1024
+# Of the configuration: what does not change hidden states.
+IRRELEVANT_CONFIG = ("architectures", "dtype", "transformers_version", "use_cache", "tie_last_hidden_states")
+
+
+def row_key(input_ids: Sequence[int] | torch.Tensor) -> bytes:
+    """Rows are known by their tokens: the same text has the same target states in any data set."""
+    return hashlib.blake2b(torch.as_tensor(input_ids).cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+class MemoryStateCache:
+    """States of rows in memory, by [`row_key`]."""
+
+    is_shared = False  # every process has its own and needs all rows
+
+    def __init__(self) -> None:
+        self._states: dict[bytes, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._states
+
+    def get(self, key: bytes) -> torch.Tensor:
+        return self._states[key]
+
+    def add(self, key: bytes, states: torch.Tensor) -> None:
+        self._states[key] = states.clone()
+
+    def reserve(self, num_bytes: int) -> str:
+        return f"{num_bytes / 2**30:.2f} GiB of memory"
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
+    def refresh(self) -> None:
+        """Nobody else adds rows."""
+
+
+class DiskStateCache:
+    """
+    States of rows in a folder: safetensors shards with one tensor a row, read where they are needed.
+
+    A shard gets its name when it is complete and on the disk, so that an interrupted run leaves only complete shards,
+    and the next run computes the rows that are in none of them. Shards say for which target they were made; several
+    processes and several runs may add to one folder.
+
+    Args:
+        folder (`str` or `Path`): made if need be; may be deleted at any time between runs.
+        fingerprint (`dict`): of [`state_fingerprint`]; `fingerprint.json` in the folder must agree.
+        shard_bytes (`int`, defaults to 512 MiB): rows are collected in memory up to this size, then written.
+
+    Raises:
+        ValueError: the folder holds the states of another target, other layers or another dtype; each difference is
+            named.
+        OSError: a file of the folder is damaged; it is named.
+    """
+
+    is_shared = True
+
+    def __init__(self, folder: str | Path, fingerprint: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder, self.shard_bytes = Path(folder), shard_bytes
+        self.fingerprint = json.loads(json.dumps(fingerprint))
+        self._digest = hashlib.blake2b(
+            json.dumps(_compared(self.fingerprint), sort_keys=True).encode(), digest_size=16
+        ).hexdigest()
+        self._shards: dict[str, Any] = {}  # open for good: a mapped file takes no descriptor
+        self._shard_of: dict[bytes, Any] = {}
+        self._waiting: dict[bytes, torch.Tensor] = {}
+        self._waiting_bytes = 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for temporary in self.folder.glob(".states-*"):
+            with suppress(FileNotFoundError):  # another process was faster
+                if time.time() - temporary.stat().st_mtime > STALE_TEMPORARY_S:
+                    temporary.unlink()
+        self._check_fingerprint()
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._shard_of) + len(self._waiting)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._shard_of or key in self._waiting
+
+    def get(self, key: bytes) -> torch.Tensor:
+        """States of a row, mapped from its file; a `KeyError` if no shard has it."""
+        if key in self._waiting:
+            return self._waiting[key]
+        return self._shard_of[key].get_tensor(key.hex())
+
+    def add(self, key: bytes, states: torch.Tensor) -> None:
+        """Keep the states of a row, `[tokens, width]`; written together with others."""
+        self._waiting[key] = states.clone()
+        self._waiting_bytes += states.numel() * states.element_size()
+        if self._waiting_bytes >= self.shard_bytes:
+            self.flush()
+
+    def reserve(self, num_bytes: int) -> str:
+        """Describe the space for `num_bytes` more; an `OSError` if the disk does not have it."""
+        free = shutil.disk_usage(self.folder).free
+        if free < num_bytes:
+            raise OSError(
+                f"The target states need {num_bytes / 2**30:.2f} GiB, and the disk of {str(self.folder)!r} has "
+                f"{free / 2**30:.2f} GiB left. Pass a state_cache_dir on a larger disk, train on fewer or shorter "
+                "rows or fewer target_layer_ids, or leave cache_target_states unset."
+            )
+        return f"{num_bytes / 2**30:.2f} GiB of {free / 2**30:.2f} GiB free in {str(self.folder)!r}"
+
+    def flush(self) -> None:
+        """Write the rows that were added since the last shard."""
+        if not self._waiting:
+            return
+        # Named by its rows, so that two runs that fill one folder never write different shards under one name.
+        name = f"states-{hashlib.blake2b(b''.join(sorted(self._waiting)), digest_size=8).hexdigest()}.safetensors"
+        rows = {key.hex(): states for key, states in self._waiting.items()}
+        temporary = self.folder / f".{name}.{secrets.token_hex(4)}"
+        try:
+            save_file(rows, temporary, metadata={"fingerprint": self._digest})
+            _publish(temporary, self.folder / name)
+        except (SafetensorError, OSError) as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(
+                f"The shard {name!r} of {self._waiting_bytes / 2**20:.0f} MiB could not be written to "
+                f"{str(self.folder)!r} ({error}). Earlier shards are complete; make room and start again."
+            ) from error
+        self._waiting, self._waiting_bytes = {}, 0
+        self._open(name)
+
+    def refresh(self) -> None:
+        """Look for shards of other processes."""
+        for path in sorted(self.folder.glob("states-*.safetensors")):
+            if path.name not in self._shards:
+                self._open(path.name)
+
+    def _open(self, name: str) -> None:
+        width = self.fingerprint["width"]
+        try:
+            shard = safe_open(self.folder / name, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(name, error) from error
+        if (shard.metadata() or {}).get("fingerprint") != self._digest:
+            raise self._damaged(name, "it was made for another target, other layers or another dtype")
+        keys = list(shard.keys())
+        for key in keys:
+            shape = shard.get_slice(key).get_shape()
+            if len(shape) != 2 or shape[1] != width:
+                raise self._damaged(name, f"row {key} has the shape {shape}, not [tokens, {width}]")
+        self._shards[name] = shard
+        self._shard_of.update((bytes.fromhex(key), shard) for key in keys)
+
+    def _damaged(self, name: str, reason: object) -> OSError:
+        return OSError(
+            f"The shard {name!r} of the target states in {str(self.folder)!r} cannot be used: {reason}. Delete this "
+            "file; its rows are computed again."
+        )
+
+    def _check_fingerprint(self) -> None:
+        path = self.folder / FINGERPRINT_FILE
+        if not path.exists():
+            temporary = self.folder / f".{FINGERPRINT_FILE}.{secrets.token_hex(4)}"
+            temporary.write_text(json.dumps(self.fingerprint, indent=1))
+            _publish(temporary, path)
+            return
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise OSError(
+                f"{str(path)!r} is damaged ({error}), so that nobody can say whose target states these are. Delete "
+                f"the folder {str(self.folder)!r}, or pass another state_cache_dir."
+            ) from error
+        ours, theirs = _compared(self.fingerprint), _compared(found)
+        differences = [
+            f"{name}: cache has {theirs.get(name)}, this run needs {ours.get(name)}"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name)
+        ]
+        if differences:
+            raise ValueError(
+                f"The target states in {str(self.folder)!r}, made with {found.get('target')!r}, are not those of this "
+                f"run with {self.fingerprint['target']!r} ({'; '.join(differences)}). Delete the folder, or pass "
+                "another state_cache_dir."
+            )
+
+
+StateCache = MemoryStateCache | DiskStateCache
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Give a complete file its name: after a crash there is all of it or nothing."""
+    _sync(temporary, os.O_RDWR)
+    os.replace(temporary, path)
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        _sync(path.parent, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- what the states depend on ----
+
+
+def state_fingerprint(
+    target: PreTrainedModel, target_layer_ids: list[int], *, include_final_state: bool = False
+) -> dict[str, Any]:
+    """
+    Describe everything that the states of a row depend on, apart from its tokens.
+
+    Rows are found by their tokens, so data sets and tokenizer need no description, and the same text is never computed
+    twice. The target's name is noted and not compared: a folder may move, and its weights say more.
+
+    Args:
+        target (`PreTrainedModel`): its configuration is compared without ids of special tokens, its weights by a
+            checksum over every bit of them.
+        target_layer_ids (`list[int]`), include_final_state (`bool`): as in [`target_hidden_states`].
+
+    Returns:
+        `dict` of JSON values.
+    """
+    config = json.loads(target.config.to_json_string(use_diff=True))
+    text = target.config.get_text_config(decoder=True)
+    return {
+        "format": 1,
+        "target": target.config.name_or_path or type(target).__name__,
+        "target_revision": getattr(target.config, "_commit_hash", None),
+        "target_layer_ids": list(target_layer_ids),
+        "include_final_state": include_final_state,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "width": (len(target_layer_ids) + include_final_state) * text.hidden_size,
+        "target_config": _relevant(config),
+        "target_weights": weights_checksum(target),
+    }
+
+
+def _relevant(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _relevant(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if not name.startswith("_") and not name.endswith("token_id") and name not in IRRELEVANT_CONFIG
+    }
+
+
+def _compared(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """The compared part of a fingerprint, flat: `target_config.rope_parameters.rope_theta` and so on."""
+    flat: dict[str, Any] = {}
+    for name, value in fingerprint.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": innermost for inner, innermost in _compared(value).items()}
+        elif name not in ("target", "target_revision"):
+            flat[name] = value
+    return flat
+
+
+@torch.no_grad()
+def weights_checksum(model: PreTrainedModel) -> str:
+    """
+    Checksum of the names, shapes, dtypes and all bits of a model's weights, and of which adapters act how strongly.
+
+    It is the same on every device.
+
+    Args:
+        model (`PreTrainedModel`): also quantised; weights that are not in memory (`meta`) count by their shape.
+
+    Returns:
+        `str`: 32 hexadecimal digits.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        for tensor in _plain_tensors(value):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            if tensor.is_meta or tensor.numel() == 0:
+                continue
+            data = tensor.reshape(-1)
+            data = (data.clone() if data.storage_offset() else data).view(torch.uint8)
+            # Sums of integers, the same in any order of summation; many of them, so that a change of places is seen.
+            words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
+            even = words.numel() // CHECKSUM_SEGMENTS * CHECKSUM_SEGMENTS
+            sums = words[:even].view(CHECKSUM_SEGMENTS, -1).sum(1)
+            sums = torch.cat([sums, words[even:].sum()[None], rest.sum()[None]])
+            digest.update(sums.cpu().numpy().tobytes())
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):  # one that `peft` has put around a layer
+            settings = [getattr(module, key, None) for key in ("active_adapters", "disable_adapters", "scaling")]
+            digest.update(f"{name} {settings}".encode())
+    return digest.hexdigest()
+
+
+def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold the data of a tensor, which may be a quantised one of a class of its own."""
+    if hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+# ---- filling and reading ----
+
+
+def fill_state_cache(
+    cache: StateCache,
+    target: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    target_layer_ids: list[int],
+    *,
+    include_final_state: bool = False,
+    description: str = "train",
+    batch_tokens: int | None = None,
+    accelerator: Accelerator | None = None,
+    show_progress: bool = True,
+) -> None:
+    """
+    Compute the target's states of all rows that the cache lacks.
+
+    An interrupt (Ctrl-C) loses the rows of the pass in progress; killing the process loses, of a disk cache, the rows
+    of the unfinished shard, and what is there already is not computed again.
+
+    Args:
+        cache ([`MemoryStateCache`] or [`DiskStateCache`]): filled.
+        target (`PreTrainedModel`): in evaluation mode.
+        rows (a sequence of `list[int]`): token ids.
+        target_layer_ids (`list[int]`), include_final_state (`bool`): as in [`target_hidden_states`].
+        description (`str`, defaults to `"train"`): names the set in messages.
+        batch_tokens (`int`, *optional*): tokens a target pass, padding included; by default 2,048 on a CPU, whose
+            caches a larger batch leaves, and 16,384 elsewhere.
+        accelerator (`Accelerator`, *optional*): of several processes each computes a share of a disk cache, and all
+            wait for the others.
+        show_progress (`bool`, defaults to `True`): show a bar.
+
+    Raises:
+        OSError: the disk has not the room, which is known before the first pass, or another process wrote to a folder
+            that this one does not see.
+    """
+    if batch_tokens is None:
+        batch_tokens = 2048 if target.device.type == "cpu" else 16384
+    all_missing = {key: ids for ids in rows if (key := row_key(ids)) not in cache}
+    num_tokens = sum(len(ids) for ids in all_missing.values())
+    hidden_size = target.config.get_text_config(decoder=True).hidden_size
+    width = (len(target_layer_ids) + include_final_state) * hidden_size
+    space = cache.reserve(num_tokens * width * target.dtype.itemsize)
+    is_first = accelerator is None or accelerator.is_main_process
+    if is_first:
+        logger.warning_advice(
+            f"Target states of {len(all_missing):,} of {len(rows):,} {description} rows ({num_tokens:,} tokens) are "
+            f"to be computed; they take {space}."
+        )
+    if accelerator is not None and cache.is_shared:
+        # By the key: a process that starts late sees rows of the others already, and must not share out the rest anew.
+        index, count = accelerator.process_index, accelerator.num_processes
+        mine = [ids for key, ids in all_missing.items() if int.from_bytes(key) % count == index]
+    else:
+        mine = list(all_missing.values())
+    share = sorted(mine, key=len)
+    progress = logging.tqdm(
+        total=sum(len(ids) for ids in share),
+        desc=f"Target states of the {description} rows",
+        unit="token",
+        unit_scale=True,
+        disable=not (show_progress and is_first),
+    )
+    try:
+        for batch in _batches_by_length(share, batch_tokens):
+            input_ids = pad_sequence([torch.as_tensor(ids) for ids in batch], batch_first=True)
+            lengths = torch.tensor([len(ids) for ids in batch])
+            valid = torch.arange(input_ids.shape[1]) < lengths[:, None]
+            states = target_hidden_states(
+                target, input_ids, valid, target_layer_ids, include_final_state=include_final_state
+            )
+            for ids, row in zip(batch, states, strict=True):
+                cache.add(row_key(ids), row[: len(ids)])
+            progress.update(int(lengths.sum()))
+    finally:
+        cache.flush()
+        progress.close()
+    if accelerator is not None and cache.is_shared:
+        accelerator.wait_for_everyone()
+        cache.refresh()
+        unseen = sum(key not in cache for key in all_missing)
+        if unseen:
+            raise OSError(
+                f"{unseen} of {len(all_missing)} rows were computed by other processes and are not in the state cache "
+                "of this one: every process must see the same folder. Pass a state_cache_dir that all machines share."
+            )
+
+
+def cached_states(cache: StateCache, input_ids: torch.Tensor, token_valid_mask: torch.Tensor) -> torch.Tensor | None:
+    """
+    States of a batch out of a cache.
+
+    Args:
+        cache ([`MemoryStateCache`] or [`DiskStateCache`]): filled.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): the text.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+
+    Returns:
+        `torch.FloatTensor` of shape `[R, S, width]` on the device of `input_ids`, zero at padding; `None` if a row is
+        not in the cache.
+    """
+    keys = [row_key(ids[valid]) for ids, valid in zip(input_ids, token_valid_mask, strict=True)]
+    if not all(key in cache for key in keys):
+        return None
+    rows = [cache.get(key) for key in keys]
+    states = torch.zeros(*input_ids.shape, rows[0].shape[1], dtype=rows[0].dtype, device=input_ids.device)
+    for row, valid, cached in zip(states, token_valid_mask, rows, strict=True):
+        row[valid] = cached.to(states.device, non_blocking=True)
+    return states
+
+
+def _batches_by_length(rows: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:
+    """Batches of rows that are sorted by length."""
+    batch: list[Sequence[int]] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * len(row) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

@@ -1,0 +1,318 @@
+"""The frozen target: the hidden states of its chosen layers, with as little of its forward pass as they need."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..blocks.plan import tokens_before
+from ..model.configuration_dflash import describe_target
+
+logger = logging.get_logger(__name__)
+
+PROBE_TOKENS = 8
+# Per decoder: which (number of layers, with final state) gave the states of the whole target on a few tokens.
+_short_pass_is_exact: WeakKeyDictionary[nn.Module, dict[tuple[int, bool], bool]] = WeakKeyDictionary()
+
+
+def position_ids_of(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Positions as `generate` counts them: the first real token of a row is 0, whatever padding comes before it.
+
+    Args:
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): in packed rows every document starts at 0.
+
+    Returns:
+        `torch.LongTensor` of shape `[R, S]`; padding has the position of the token that would come there.
+
+    Example:
+
+    ```python
+    >>> position_ids_of(torch.tensor([[False, False, True, True]])).tolist()
+    [[0, 0, 0, 1]]
+
+    ```
+    """
+    return tokens_before(token_valid_mask, segment_ids)
+
+
+def without_peft(target: Any) -> PreTrainedModel:
+    """
+    The model inside a `peft` wrapper, with its adapters in place; any other model as it is.
+
+    Args:
+        target (`PreTrainedModel` or `peft.PeftModel`): the wrapper's active adapters stay active.
+
+    Returns:
+        `PreTrainedModel`: shares every weight with `target`.
+
+    Raises:
+        ValueError: the wrapper adds virtual tokens to the prompt, which the text does not have.
+    """
+    if not hasattr(target, "get_base_model"):
+        return target
+    if target.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"The target {describe_target(target.get_base_model())} is wrapped in prompt learning "
+            f"({target.active_peft_config.peft_type}): its virtual tokens have states that no token of the text has. "
+            "Use adapters that change the weights, such as LoRA."
+        )
+    return target.get_base_model()
+
+
+@torch.no_grad()
+def target_hidden_states(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    token_valid_mask: torch.Tensor,
+    target_layer_ids: list[int],
+    *,
+    include_final_state: bool = False,
+) -> torch.Tensor:
+    """
+    Run the target once and keep the outputs of the chosen decoder layers.
+
+    Layer id `i` is the output of decoder layer `i`, that is `hidden_states[i + 1]` of transformers.
+
+    The head is not run, and without `include_final_state` neither are the layers after the last chosen one, where that
+    is exact: it is compared with the whole target, bit for bit, on the first tokens it is used for. Targets that are
+    spread over devices or processes, compiled, or built in another way take the whole pass.
+
+    Each row is run as text without padding before it, so that padding has no influence at all, whatever the target
+    makes of masks (recurrent layers, absolute positions).
+
+    Args:
+        target (`PreTrainedModel`): in evaluation mode; or `peft.PeftModel`, with its adapters. Unchanged afterwards.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): on any device; moved to the target's.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        target_layer_ids (`list[int]`): layers counted from 0.
+        include_final_state (`bool`, defaults to `False`): add the state after the final norm, from which the target's
+            head makes its logits, as the last `hidden_size` columns.
+
+    Returns:
+        `torch.FloatTensor` of shape `[R, S, len(target_layer_ids) * hidden_size]`, or `hidden_size` wider with the
+        final state, in the target's dtype, on the device of `input_ids`; zero at padding.
+
+    Raises:
+        ValueError: the target has no such layer, or no final state can be had from it.
+    """
+    target = without_peft(target)
+    first_real = None
+    if not (token_valid_mask[:, 1:] <= token_valid_mask[:, :-1]).all():
+        # A causal model never looks at later padding; so real tokens go first, and no mask is needed.
+        first_real = (~token_valid_mask).int().sort(dim=1, stable=True).indices
+        input_ids = input_ids.gather(1, first_real)
+    states = _states_of_text(target, input_ids.to(target.device), target_layer_ids, include_final_state)
+    context = torch.cat([state.to(input_ids.device) for state in states], dim=-1)
+    if first_real is not None:
+        rows = torch.arange(len(input_ids), device=input_ids.device)[:, None]
+        context = context[rows, first_real.argsort(dim=1)]
+    return context.masked_fill(~token_valid_mask[..., None], 0)
+
+
+@torch.no_grad()
+def target_logits_function(
+    target: PreTrainedModel, head: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    How the target makes logits from its final state: the raw head, then scale and cap of its configuration.
+
+    What comes out is compared once with the logits of the target itself.
+
+    Args:
+        target (`PreTrainedModel`): in evaluation mode; or `peft.PeftModel`.
+        head (`Callable`): applies the target's raw head, such as `draft.compute_logits`.
+
+    Returns:
+        `Callable`: final states of shape `[..., hidden_size]` to logits of shape `[..., vocab_size]`.
+
+    Raises:
+        ValueError: the target makes its logits in another way.
+    """
+    target = without_peft(target)
+    config = target.config.get_text_config(decoder=True)
+    scale = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def compute_target_logits(final_states: torch.Tensor) -> torch.Tensor:
+        logits = head(final_states) * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    input_ids = torch.arange(1, 1 + PROBE_TOKENS, device=target.device)[None] % config.vocab_size
+    expected = target(**{**_inputs(target, input_ids, []), "logits_to_keep": 0}).logits.float()
+    (final_state,) = _states_of_text(target, input_ids, [], include_final_state=True)
+    difference = (compute_target_logits(final_state).float() - expected).abs().max().item()
+    allowed = (1e-4 if target.dtype == torch.float32 else 0.02) * expected.abs().max().item()
+    if not difference <= allowed:
+        raise ValueError(
+            f"The logits of the target {describe_target(target)} differ by up to {difference:.3g} from its head on "
+            "its final state with the scale and cap of its configuration, so a loss cannot compare with them slot "
+            "by slot. Leave l1_weight, kl_weight and soft_labels at their defaults."
+        )
+    return compute_target_logits
+
+
+def _states_of_text(
+    target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
+) -> list[torch.Tensor]:
+    stack = _find_stack(target)
+    num_layers = max(layer_ids, default=-1) + 1
+    if stack is not None and num_layers <= len(stack.layers):
+        verdicts = _short_pass_is_exact.setdefault(stack.decoder, {})
+        key = (num_layers, include_final_state)
+        if key not in verdicts:
+            verdicts[key] = not _is_managed(target) and _is_exact(
+                stack, target, input_ids[:1, :PROBE_TOKENS], layer_ids, include_final_state
+            )
+            logger.info(
+                f"Hidden states of layers {layer_ids} of {describe_target(target)}: "
+                f"{'the head and unused layers are left out.' if verdicts[key] else 'the whole target is run.'}"
+            )
+        if verdicts[key]:
+            return _short_pass(stack, input_ids, layer_ids, include_final_state)
+    return _full_pass(target, input_ids, layer_ids, include_final_state)
+
+
+def _inputs(model: PreTrainedModel, input_ids: torch.Tensor, wanted: list[int]) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, "output_hidden_states": wanted}
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters:  # some models would remember those of an earlier prompt
+        inputs["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    if "logits_to_keep" in parameters:
+        inputs["logits_to_keep"] = 1
+    return inputs
+
+
+def _full_pass(
+    target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
+) -> list[torch.Tensor]:
+    config = target.config.get_text_config(decoder=True)
+    wanted = [layer_id + 1 for layer_id in layer_ids]
+    if include_final_state:
+        if getattr(config, "tie_last_hidden_states", None) is False:
+            raise ValueError(
+                f"The target {describe_target(target)} has config.tie_last_hidden_states=False, so that its last "
+                "hidden state is the one before the final norm; its logits need the one after it. Unset that switch."
+            )
+        wanted.append(config.num_hidden_layers)
+    states = target(**_inputs(target, input_ids, wanted)).hidden_states
+    chosen = [states[index] if index < len(states) else None for index in wanted]
+    missing = [index - 1 for index, state in zip(wanted, chosen, strict=True) if state is None]
+    if include_final_state and len(states) != config.num_hidden_layers + 1:
+        raise ValueError(
+            f"The target {describe_target(target)} returned {len(states)} hidden states for its "
+            f"{config.num_hidden_layers} layers (it may run some of them several times), so that its final state "
+            "cannot be told from the others. Use a loss that needs no logits of the target."
+        )
+    if missing:
+        raise ValueError(
+            f"The target {describe_target(target)} returned no hidden states for layers {missing}: it has "
+            f"{len(states) - 1} layers, counted from 0. Use target_layer_ids inside that range."
+        )
+    return [state for state in chosen if state is not None]
+
+
+# ---- the part of a target that makes the states ----
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """
+    Where a target keeps its decoder layers.
+
+    Args:
+        body (`PreTrainedModel`): the target without its head; in a multimodal target this is not yet the decoder.
+        decoder (`PreTrainedModel`): the text decoder, which holds the layers.
+        name (`str`): attribute of `decoder`.
+        layers (`nn.ModuleList`): its value.
+    """
+
+    body: PreTrainedModel
+    decoder: PreTrainedModel
+    name: str
+    layers: nn.ModuleList
+
+
+def _find_stack(target: PreTrainedModel) -> _Stack | None:
+    """The one list of decoder layers of a target, if there is one."""
+    if not isinstance(target, PreTrainedModel):
+        return None
+    decoder = target.get_decoder()
+    if not isinstance(decoder, PreTrainedModel) or not isinstance(target.base_model, PreTrainedModel):
+        return None
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    stacks = [
+        _Stack(target.base_model, owner, name, layers)
+        for owner in (decoder, *decoder.children())  # a class may name its base model wrongly and is its own decoder
+        if isinstance(owner, PreTrainedModel)
+        for name, layers in owner.named_children()
+        if isinstance(layers, nn.ModuleList) and len(layers) == depth
+    ]
+    return stacks[0] if len(stacks) == 1 else None
+
+
+def _is_managed(target: PreTrainedModel) -> bool:
+    """Whether parts are moved (accelerate), sharded (FSDP, tensor parallelism, ZeRO-3) or compiled as they stand."""
+    return any(
+        hasattr(module, "_hf_hook")
+        or hasattr(module, "_fsdp_wrapped_module")
+        or module._compiled_call_impl is not None
+        for module in target.modules()
+    ) or any(hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") for parameter in target.parameters())
+
+
+@contextmanager
+def _first_layers(stack: _Stack, num_layers: int) -> Iterator[None]:
+    """The decoder with its first layers only, and without the final norm in the state of the last of them."""
+    config = stack.decoder.config
+    was_set = "tie_last_hidden_states" in vars(config)
+    before = getattr(config, "tie_last_hidden_states", None)
+    try:
+        config.tie_last_hidden_states = False
+        setattr(stack.decoder, stack.name, stack.layers[:num_layers])
+        yield
+    finally:
+        setattr(stack.decoder, stack.name, stack.layers)
+        if was_set:
+            config.tie_last_hidden_states = before
+        else:
+            del config.tie_last_hidden_states
+
+
+def _short_pass(
+    stack: _Stack, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
+) -> list[torch.Tensor]:
+    inputs = _inputs(stack.body, input_ids, [layer_id + 1 for layer_id in layer_ids])
+    num_layers = max(layer_ids, default=-1) + 1
+    if include_final_state or num_layers == len(stack.layers):
+        outputs = stack.body(**inputs)
+    else:
+        with _first_layers(stack, num_layers):
+            outputs = stack.body(**inputs)
+    states = [outputs.hidden_states[layer_id + 1] for layer_id in layer_ids]
+    return [*states, outputs.last_hidden_state] if include_final_state else states
+
+
+def _is_exact(
+    stack: _Stack, target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
+) -> bool:
+    # The full pass comes first: transformers then puts its capturing hooks on all layers, not on the first ones alone.
+    expected = _full_pass(target, input_ids, layer_ids, include_final_state)
+    try:
+        states = _short_pass(stack, input_ids, layer_ids, include_final_state)
+    except (AttributeError, IndexError, KeyError, ValueError):  # a decoder that counts on all of its layers
+        return False
+    return len(states) == len(expected) and all(
+        ours is not None and torch.equal(ours, theirs) for ours, theirs in zip(states, expected, strict=True)
+    )

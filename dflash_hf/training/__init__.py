@@ -1,0 +1,1 @@
+"""The trainer, its arguments, optimizer, checks and resumption."""

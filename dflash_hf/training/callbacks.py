@@ -1,0 +1,173 @@
+"""What watches over training: interrupts that lose nothing, and a draft that does not learn."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from .optimizer import TrainingClock
+
+logger = logging.get_logger(__name__)
+
+# Only Python's own reactions are replaced: a handler that the user or another library has set stays in charge.
+REPLACED_HANDLERS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+STALLED_ACCEPT_LEN = 1.02
+
+
+class TrainingInterruptedError(Exception):
+    """Raised inside the training loop, between two micro-batches; [`DFlashTrainer.train`] catches it."""
+
+
+class StopOnSignal(TrainerCallback):
+    """
+    Leave the training loop after the running micro-batch once Ctrl-C or SIGTERM came.
+
+    Parameters and optimizer are then those of the last complete optimizer step. A further Ctrl-C ends at once. Several
+    processes agree before each optimizer step, so that all of them leave at the same one.
+
+    Args:
+        any_rank (`Callable`, *optional*): takes this rank's answer and returns whether any rank says yes, a
+            collective; for several processes only.
+
+    Attributes:
+        was_interrupted (`bool`): a signal came, here or at another rank.
+        saved_step (`int`, *optional*): the step that the last checkpoint of this run holds.
+    """
+
+    def __init__(self, any_rank: Callable[[bool], bool] | None = None) -> None:
+        self.any_rank = any_rank
+        self.was_interrupted = False
+        self.saved_step: int | None = None
+        self._signal_number: int = signal.SIGTERM  # for a rank that learns of the signal from another one
+        self._is_watching = False
+        self._starts_epoch = False
+        self._random_modules: list[Any] = [torch]
+        self._random_states: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Handle the two signals inside the context, in the main thread; the handlers before it come back after it."""
+        self.was_interrupted, self._is_watching, self.saved_step = False, True, None
+        previous = {}
+        if threading.current_thread() is threading.main_thread():
+            for number, replaced in REPLACED_HANDLERS.items():
+                if signal.getsignal(number) == replaced:
+                    previous[number] = signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.was_interrupted:
+            if number == signal.SIGTERM:
+                return  # a launcher passes on what the scheduler has sent to every process already
+            self._signal_number = number
+            raise self.exception("stopped at once, without a checkpoint")
+        self._signal_number, self.was_interrupted = number, True
+        logger.warning(
+            f"{signal.Signals(number).name}: training stops after this micro-batch and keeps a checkpoint. "
+            "Ctrl-C stops at once, without one."
+        )
+
+    def exception(self, message: str) -> BaseException:
+        """What a script sees: `KeyboardInterrupt` after Ctrl-C, else an exit with the shell's code for the signal."""
+        if self._signal_number == signal.SIGINT:
+            return KeyboardInterrupt(message)
+        return SystemExit(128 + self._signal_number)
+
+    def agreed(self) -> bool:
+        """Whether a signal came at any rank; a collective if there are several."""
+        if self.any_rank is not None:
+            self.was_interrupted = self.any_rank(self.was_interrupted)
+        return self.was_interrupted
+
+    def _leave_if_asked(self) -> None:
+        if self._is_watching and self.agreed():
+            raise TrainingInterruptedError
+
+    def restore_random_states(self) -> None:
+        """Go back to the random states that the last optimizer step left: a resumed run repeats what came after it."""
+        for module, state in zip(self._random_modules, self._random_states, strict=True):
+            module.set_rng_state(state)
+
+    def _note_random_states(self) -> None:
+        self._random_states = [module.get_rng_state() for module in self._random_modules]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_step = state.global_step  # training resumes from that checkpoint, or has nothing to keep yet
+        if args.device.type != "cpu":
+            self._random_modules = [torch, torch.get_device_module(args.device)]
+        self._note_random_states()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_step = state.global_step
+
+    # Never left at the end of a step: other callbacks, the log and a due checkpoint come first.
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note_random_states()  # for an evaluation that is left
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note_random_states()
+        self._starts_epoch = True
+        self._leave_if_asked()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._starts_epoch:  # the data loader draws at the start of an epoch, and again when resumed there
+            self._note_random_states()
+        self._starts_epoch = False
+        self._leave_if_asked()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.any_rank is None:
+            self._leave_if_asked()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leave_if_asked()
+
+
+class AcceptanceWatch(TrainerCallback):
+    """
+    Warn once when nothing the draft proposes is accepted although the learning rate has long been at its peak.
+
+    Looks at the `accept_len` of the training logs from 50 optimizer steps and twice the warm-up on.
+
+    Args:
+        clock ([`TrainingClock`], *optional*): of the run; the warm-up is a share of its budget, if it has one.
+    """
+
+    def __init__(self, clock: TrainingClock | None = None) -> None:
+        self.clock = clock
+        self.best = 0.0
+        self._is_done = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        accept_len = (logs or {}).get("accept_len")
+        if accept_len is None or self._is_done or not state.is_world_process_zero:
+            return
+        self.best = max(self.best, accept_len)
+        self._is_done = self.best >= STALLED_ACCEPT_LEN
+        if self._is_done or state.global_step < 50 or not self._is_past_warmup(args, state):
+            return
+        self._is_done = True
+        logger.warning(
+            f"After {state.global_step} steps the acceptance length is still {accept_len:.3f}: a target would accept "
+            "nothing, and a draft that learns is above 1.02 by now. Look at the answers (did this target write them, "
+            "with this chat template?), the learning rate, target_layer_ids and mask_token_id of a draft made "
+            "elsewhere, and loss_mask (True at answers, not at prompts, and not shifted?)."
+        )
+
+    def _is_past_warmup(self, args: Any, state: Any) -> bool:
+        if self.clock is not None and self.clock.minutes is not None:
+            return self.clock.progress >= 2 * args.warmup_steps
+        return state.global_step >= 2 * args.get_warmup_steps(state.max_steps)

@@ -1,0 +1,309 @@
+"""The model card of a training run: its facts from arguments and log, and the callback that writes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..hub.model_card import FACTS_NAME, DraftCard, Evaluation, environment, hub_id_or_folder, write_model_card
+from ..model.modeling_dflash import DFlashDraftModel
+from .arguments import DEFAULT_LEARNING_RATES, DFlashTrainingArguments
+from .checks import RowCounts
+
+logger = logging.get_logger(__name__)
+
+# Of no consequence for the draft, or a place on somebody's machine.
+UNTOLD_ARGUMENTS = {
+    "output_dir",
+    "run_name",
+    "disable_tqdm",
+    "report_to",
+    "project",
+    "use_cpu",
+    "state_cache_dir",
+    "resume_from_checkpoint",
+    "local_rank",
+    "ddp_find_unused_parameters",
+    "include_num_input_tokens_seen",
+    "dataset_description",
+    "answers_by_target",
+    "draft_license",
+    "seed",
+}
+UNTOLD_PREFIXES = (
+    *("logging", "log_", "debug", "save", "eval", "per_device_eval", "hub", "push", "trackio", "do_", "dataloader"),
+    "accelerator",
+)
+
+
+def changed_arguments(args: DFlashTrainingArguments) -> dict[str, Any]:
+    """
+    Training arguments that differ from their defaults and bear on the result: no folders, reports or schedules of
+    saving.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): of a run.
+
+    Returns:
+        `dict` of plain values.
+    """
+    # Other arguments are never made to compare with: that resets the state of the process's accelerator.
+    resolved = {
+        "use_muon": args.optim == type(args).__dataclass_fields__["optim"].default,
+        "learning_rate": DEFAULT_LEARNING_RATES[bool(args.use_muon)],
+    }
+    changed: dict[str, Any] = {}
+    for item in fields(args):
+        name, value = item.name, getattr(args, item.name, None)
+        default = item.default_factory() if callable(item.default_factory) else resolved.get(name, item.default)
+        if name in UNTOLD_ARGUMENTS or name.startswith(UNTOLD_PREFIXES) or value == default:
+            continue
+        if default is None and value is False:
+            continue  # what leaving it unset means
+        if name == "max_steps" and args.max_train_minutes is not None:
+            continue  # the clock ended the run
+        value = getattr(value, "value", value)  # of an enumeration
+        if name == "deepspeed" and isinstance(value, str):
+            value = Path(value).name
+        if value is None or isinstance(value, str | int | float | list | dict):
+            changed[name] = value
+    return changed
+
+
+def training_facts(args: DFlashTrainingArguments, state: Any) -> dict[str, Any]:
+    """
+    What arguments and state of a run say about the draft that it has now.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): of the run.
+        state (`TrainerState`): its step and its log.
+
+    Returns:
+        `dict`: fields of a [`DraftCard`]; of a run that has not begun no more than its evaluations.
+    """
+    history = state.log_history
+    end = next((index for index, entry in enumerate(history) if "train_runtime" in entry), len(history))
+    step, last_step = state.global_step, state.global_step
+    # Trainer loads the best weights right after the entry that ends the run.
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None and end < len(history):
+        step = state.best_global_step
+    evaluations = evaluations_in([entry for entry in history[:end] if entry.get("step", 0) <= step])
+    evaluations += [(step, *found[1:]) for found in evaluations_in(history[end:])]
+    facts: dict[str, Any] = {"evaluations": last_and_best([evaluation(*found) for found in evaluations])}
+    if last_step == 0:
+        return facts
+    logged = [entry for entry in history[:end] if "accept_len" in entry and entry.get("step", 0) <= step]
+    last = logged[-1] if logged else {}
+    return {
+        **facts,
+        "steps": step,
+        "last_step": last_step,
+        "epochs": state.epoch,
+        "tokens_seen": int(state.num_input_tokens_seen) or None,
+        "train_loss": last.get("loss"),
+        "train_accept_len": last.get("accept_len"),
+        "training_arguments": changed_arguments(args),
+        "seed": args.seed,
+    }
+
+
+def card_of_run(
+    args: DFlashTrainingArguments,
+    state: Any,
+    draft: DFlashDraftModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    counts: RowCounts | None = None,
+    *,
+    is_text: bool = False,
+    native_repo: str | None = None,
+) -> DraftCard:
+    """
+    The model card of a draft in the state that a run has brought it to.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): of the run.
+        state (`TrainerState`): its step and its log.
+        draft ([`DFlashDraftModel`]): what is trained.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's; names the mask token, and says whether
+            there is a chat template.
+        counts ([`RowCounts`], *optional*): of the training set.
+        is_text (`bool`, defaults to `False`): the rows were texts or messages, so that the chat-template arguments of
+            the configuration, or none, are those they were rendered with.
+        native_repo (`str`, *optional*): Hub name that the draft is pushed to.
+
+    Returns:
+        [`DraftCard`]
+    """
+    facts: dict[str, Any] = {
+        "num_parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "license": args.draft_license,
+        "training_data": args.dataset_description,
+        "answers_by_target": args.answers_by_target,
+        "native_repo": native_repo,
+        **training_facts(args, state),
+    }
+    if tokenizer is not None:
+        facts["has_chat_template"] = bool(tokenizer.chat_template)
+        facts["mask_token"] = mask_token_in_words(tokenizer, draft.config.mask_token_id)
+    if is_text:
+        facts["chat_template_kwargs"] = draft.config.chat_template_kwargs or {}
+    if counts is not None:
+        facts["num_rows"], facts["num_tokens"] = counts.rows, counts.tokens
+    if state.global_step > 0:
+        hub_id, folder = hub_id_or_folder(draft.name_or_path)
+        facts["initialized_from"] = hub_id or (f"a draft in a local folder, {folder}" if folder else "random weights")
+        facts.update(environment())
+        if args.world_size > 1:
+            facts["hardware"] = f"{args.world_size} processes, each with {facts['hardware']}"
+    title = (native_repo or Path(str(args.output_dir)).resolve().name).rsplit("/", 1)[-1]
+    return DraftCard.from_config(draft.config, title, **facts)
+
+
+def mask_token_in_words(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """Text of a token, or that it has none."""
+    token = tokenizer.convert_ids_to_tokens(token_id) if token_id < len(tokenizer) else None
+    return str(token) if token is not None else "an embedding row that no token uses"
+
+
+def rows_are_text(dataset: Any) -> bool:
+    """
+    Whether it is known what the chat template got: the trainer renders the rows itself, or they tell.
+
+    Args:
+        dataset: as the trainer takes it, before it is prepared.
+
+    Returns:
+        `bool`: False for rows of `input_ids` without `chat_template_kwargs`, and where the columns are not known.
+    """
+    columns = getattr(dataset, "column_names", None) or []
+    if isinstance(dataset, Sequence) and len(dataset):
+        columns = list(dataset[0])
+    return len(columns) > 0 and ("input_ids" not in columns or "chat_template_kwargs" in columns)
+
+
+def as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One value, several or none, as a tuple."""
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def evaluations_in(history: Sequence[Mapping[str, Any]]) -> list[tuple[int | None, str, Mapping[str, Any]]]:
+    """
+    Entries of a log that an evaluation has written.
+
+    Args:
+        history (`Sequence[Mapping]`): entries in their order.
+
+    Returns:
+        `list[tuple]`: step, prefix of the metrics' names (`eval`, or `eval_NAME` of a named set), and entry.
+    """
+    ending = "_runtime"  # which every evaluation logs, and whose name is the prefix
+    return [
+        (entry.get("step"), name.removesuffix(ending), entry)
+        for entry in history
+        for name in entry
+        if name.startswith("eval_") and name.endswith(ending)
+    ]
+
+
+def evaluation(step: int | None, prefix: str, entry: Mapping[str, Any]) -> Evaluation:
+    """An [`Evaluation`] out of a log entry; `prefix` is that of its metrics' names."""
+    slots: list[float] = []
+    while f"{prefix}_slot_accuracy_{len(slots) + 1}" in entry:
+        slots.append(entry[f"{prefix}_slot_accuracy_{len(slots) + 1}"])
+    names = ("loss", "accept_len", "serving_accept_len", "generate_accept_len")
+    values = {name: entry.get(f"{prefix}_{name}") for name in names}
+    return Evaluation(
+        step=step, name=prefix.removeprefix("eval").removeprefix("_") or None, **values, slot_accuracy=slots
+    )
+
+
+def last_and_best(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
+    """
+    Of each evaluation set the last evaluation, and behind it the one with the highest acceptance length if it is
+    another.
+
+    Args:
+        evaluations (`Sequence[Evaluation]`): in their order.
+
+    Returns:
+        `tuple[Evaluation, ...]`
+    """
+
+    def worth(candidate: Evaluation) -> float:
+        length = candidate.serving_accept_len
+        length = candidate.accept_len if length is None else length
+        return -math.inf if length is None or math.isnan(length) else length
+
+    chosen: list[Evaluation] = []
+    for name in dict.fromkeys(candidate.name for candidate in evaluations):
+        named = [candidate for candidate in evaluations if candidate.name == name]
+        best = max(reversed(named), key=worth)  # of equals the last
+        chosen += [named[-1]] if best is named[-1] or worth(best) == -math.inf else [named[-1], best]
+    return tuple(chosen)
+
+
+def write_card_of_run(folder: str | Path, card: DraftCard) -> bool:
+    """
+    Write the card of a run into a folder; what the card there knows beyond it stays, if it is of the same weights.
+
+    So a measurement that was added to a saved draft, its limits or its licence outlive the next save or push.
+
+    Args:
+        folder (`str` or `Path`): where the draft is saved.
+        card ([`DraftCard`]): from [`card_of_run`].
+
+    Returns:
+        `bool`: as of [`write_model_card`].
+    """
+    earlier = None
+    if (Path(folder) / FACTS_NAME).is_file():
+        try:
+            earlier = DraftCard.from_folder(folder, card.config)
+        except (OSError, ValueError) as error:  # half-written in a crash, say; no reason to end a run
+            logger.warning(f"The facts of an earlier card are replaced: {error}")
+    if earlier is not None:
+        # Equal to the last digit: of the same weights, or of those of a repetition.
+        same = ("steps", "train_loss", "train_accept_len", "seed", "training_arguments", "num_rows", "num_tokens")
+        is_told = card.steps is not None and (card.train_loss is not None or card.num_tokens is not None)
+        if is_told and all(getattr(card, name) == getattr(earlier, name) for name in same):
+            unknown = [item.name for item in fields(card) if getattr(card, item.name) in (None, (), "")]
+            card = replace(card, **{name: getattr(earlier, name) for name in unknown})
+            if card.measured is earlier.measured:
+                card = replace(card, protocol=earlier.protocol)
+    return write_model_card(folder, card)
+
+
+class ModelCardWriter(TrainerCallback):
+    """
+    Keep a model card in every checkpoint.
+
+    Args:
+        make_card (`Callable`): returns the [`DraftCard`] of the draft as it is now.
+    """
+
+    def __init__(self, make_card: Callable[[], DraftCard]) -> None:
+        self.make_card = make_card
+        self._is_training = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_training = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_training = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        # A hyper-parameter search has folders of its own, one a trial.
+        if state.is_world_process_zero and folder.is_dir():
+            write_card_of_run(folder, self.make_card())
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_training:  # Trainer pushes a checkpoint before it says that it has saved it
+            self.on_save(args, state, control)

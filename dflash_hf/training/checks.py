@@ -1,0 +1,235 @@
+"""What is looked at before the first step: a summary for the eye, and states and dtypes that cannot work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.compute
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..model.configuration_dflash import DFlashConfig, describe_target
+from ..model.modeling_dflash import DFlashDraftModel
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class RowCounts:
+    """
+    What a prepared data set holds.
+
+    Args:
+        rows (`int`): rows.
+        tokens (`int`): tokens of all rows.
+        supervised (`int`): tokens that carry loss.
+        rows_without_anchor (`int`): rows in which no block can be trained.
+        blocks_per_row (`float`): blocks that a step trains in a row, on average.
+    """
+
+    rows: int
+    tokens: int
+    supervised: int
+    rows_without_anchor: int
+    blocks_per_row: float
+
+
+def count_rows(dataset: datasets.Dataset, anchors_per_sample: int) -> RowCounts:
+    """
+    Count tokens and possible anchors, column by column and not row by row.
+
+    Args:
+        dataset (`datasets.Dataset`): prepared: `input_ids`, `supervised_mask` and, if packed, `segment_ids`.
+        anchors_per_sample (`int`): most blocks of a row in a step.
+
+    Returns:
+        [`RowCounts`]
+    """
+    packed = ["segment_ids"] if "segment_ids" in dataset.column_names else []
+    columns = dataset.select_columns(["supervised_mask", *packed]).with_format("arrow")
+    tokens = supervised = without = blocks = 0
+    for table in columns.iter(batch_size=1000):
+        masks = table["supervised_mask"].combine_chunks()
+        ends = pyarrow.compute.list_value_length(masks).to_numpy().cumsum()
+        starts = np.concatenate([[0], ends[:-1]])
+        is_supervised = masks.flatten().to_numpy(zero_copy_only=False).astype(bool)
+        can_follow = is_supervised.copy()  # an anchor stands before a supervised token of its own document
+        can_follow[starts[starts < ends]] = False
+        if packed:
+            documents = table["segment_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            can_follow[1:] &= documents[1:] == documents[:-1]
+        total = np.concatenate([[0], can_follow.cumsum()])
+        anchors = total[ends] - total[starts]
+        tokens += len(is_supervised)
+        supervised += int(is_supervised.sum())
+        without += int((anchors == 0).sum())
+        blocks += int(np.minimum(anchors, anchors_per_sample).sum())
+    return RowCounts(len(dataset), tokens, supervised, without, blocks / max(len(dataset), 1))
+
+
+@dataclass
+class TrainingSummary:
+    """
+    What is about to be trained, from what and for how long.
+
+    Args:
+        target (`str`): name, parameters, dtype and device.
+        draft (`str`): parameters, dtype, layers.
+        block (`str`): block size, tapped layers, mask token.
+        data (`str`): rows, tokens, supervised share, and rows without an anchor.
+        run (`str`): steps, rows and blocks a step.
+        optimizer (`str`): optimizer, learning rate, schedule, slot weights.
+        cache (`str`, *optional*): size of the target states that are kept.
+        counts ([`RowCounts`], *optional*): the numbers behind `data`; a stream has none.
+        steps (`int`, *optional*): optimizer steps; `None` if the clock or the length of a stream decides.
+    """
+
+    target: str
+    draft: str
+    block: str
+    data: str
+    run: str
+    optimizer: str
+    cache: str | None
+    counts: RowCounts | None
+    steps: int | None
+
+    def __str__(self) -> str:
+        names = ("target", "draft", "block", "data", "run", "optimizer", "cache")
+        lines = [f"  {name:<10}{getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        return "\n".join(["DFlash training", *lines])
+
+
+def summarize_training(
+    args: Any,
+    draft: DFlashDraftModel,
+    target: PreTrainedModel,
+    train_dataset: Any,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> TrainingSummary:
+    """
+    Describe a training run before it starts.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): of the run.
+        draft ([`DFlashDraftModel`]), target (`PreTrainedModel`): the pair.
+        train_dataset (`datasets.Dataset`): prepared rows; of a stream nothing is counted.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): names the mask token.
+
+    Returns:
+        [`TrainingSummary`]; `str()` renders it.
+    """
+    config = draft.config
+    counts = (
+        count_rows(train_dataset, args.anchors_per_sample)
+        if isinstance(train_dataset, datasets.Dataset) and "supervised_mask" in train_dataset.column_names
+        else None
+    )
+    rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps = _optimizer_steps(args, counts.rows if counts is not None else None)
+    data = "a stream"
+    run = f"{rows_per_step} rows a step, up to {args.anchors_per_sample} blocks a row"
+    if counts is not None:
+        share = counts.supervised / max(counts.tokens, 1)
+        data = f"{counts.rows:,} rows, {counts.tokens:,} tokens, {share:.0%} supervised"
+        if counts.rows_without_anchor:
+            data += f", {counts.rows_without_anchor:,} rows without an anchor"
+        run = f"{rows_per_step} rows and {rows_per_step * counts.blocks_per_row:,.0f} blocks a step"
+    if args.max_train_minutes is not None:
+        run = f"{args.max_train_minutes:g} minutes, {run}"
+    elif steps is not None:
+        run = f"{steps:,} steps, {run}"
+    cache = None
+    if args.cache_target_states is not None and counts is not None:
+        size = counts.tokens * draft.fc.in_features * target.dtype.itemsize / 2**30
+        place = "on disk" if args.cache_target_states == "disk" else "in memory"
+        cache = f"target states {place}: {size:.2f} GiB"
+    weights = args.slot_weights if args.loss_decay is None else f"{args.slot_weights} ({args.loss_decay:g})"
+    return TrainingSummary(
+        target=f"{describe_target(target)}, {_describe_weights(target)}, on {target.device}",
+        draft=f"{_describe_weights(draft)}, {config.num_hidden_layers} layers",
+        block=f"{config.block_size} slots, target layers {config.target_layer_ids} of "
+        f"{config.target_num_hidden_layers}, mask token {_describe_token(config, tokenizer)}",
+        data=data,
+        run=run,
+        optimizer=f"{'Muon with AdamW' if args.use_muon else getattr(args.optim, 'value', args.optim)}, "
+        f"peak rate {args.learning_rate:g}, {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}, "
+        f"slot weights {weights}",
+        cache=cache,
+        counts=counts,
+        steps=steps,
+    )
+
+
+def _optimizer_steps(args: Any, rows: int | None) -> int | None:
+    """As Trainer counts them."""
+    if args.max_train_minutes is not None:
+        return None
+    if args.max_steps > 0:
+        return args.max_steps
+    if rows is None:
+        return None
+    share = rows / (args.train_batch_size * args.world_size)
+    batches = math.floor(share) if args.dataloader_drop_last else math.ceil(share)
+    return math.ceil(args.num_train_epochs * max(math.ceil(batches / args.gradient_accumulation_steps), 1))
+
+
+def _describe_weights(model: PreTrainedModel) -> str:
+    return f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters in {str(model.dtype)[6:]}"
+
+
+def _describe_token(config: DFlashConfig, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    known = tokenizer is not None and config.mask_token_id < len(tokenizer)
+    name = tokenizer.convert_ids_to_tokens(config.mask_token_id) if tokenizer is not None and known else None
+    return f"{config.mask_token_id}" if name is None else f"{config.mask_token_id} ({name})"
+
+
+def warn_of_dtypes(args: Any, draft: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """
+    Warn of dtypes in which training runs and gives a poor draft.
+
+    Args:
+        args ([`DFlashTrainingArguments`]), draft ([`DFlashDraftModel`]), target (`PreTrainedModel`): of the run.
+    """
+    if draft.dtype in (torch.bfloat16, torch.float16):
+        logger.warning(
+            f"The draft's weights are in {str(draft.dtype)[6:]}, where small updates round to nothing: its norm "
+            "weights will not move. Load it with dtype=torch.float32 and pass bf16=True for the speed."
+        )
+    places = [("the target", target.dtype == torch.float16), ("the draft", draft.dtype == torch.float16)]
+    places += [(f"{name}=True", getattr(args, name)) for name in ("fp16", "fp16_full_eval")]
+    found = [place for place, is_half in places if is_half]
+    if found:
+        logger.warning(
+            f"float16 ({', '.join(found)}): the hidden states of many targets exceed its range, and nothing is "
+            "accepted then. Use bfloat16 or float32."
+        )
+
+
+def check_target_states(states: torch.Tensor, config: DFlashConfig, target: PreTrainedModel) -> None:
+    """
+    Refuse states that are not finite; one look at one batch.
+
+    Args:
+        states (`torch.FloatTensor` of shape `[R, S, layers * hidden_size]`): of the chosen layers, in their order.
+        config ([`DFlashConfig`]): names the layers.
+        target (`PreTrainedModel`): where they come from.
+
+    Raises:
+        ValueError: a value is infinite or not a number.
+    """
+    is_finite = states.isfinite().flatten(0, 1).all(0).unflatten(-1, (-1, config.hidden_size)).all(-1).tolist()
+    if all(is_finite):
+        return
+    # terms that compare with the target's logits read its final state, too
+    layer_ids = [*(config.target_layer_ids or []), "final"]
+    bad = [layer_id for layer_id, finite in zip(layer_ids, is_finite, strict=False) if not finite]
+    raise ValueError(
+        f"The hidden states of the target {describe_target(target)} ({str(target.dtype)[6:]}) are not finite in "
+        f"layers {bad}: nothing can be learned from them. Load the target in bfloat16 or float32."
+    )

@@ -1,0 +1,182 @@
+"""Acceptance on held-out rows over the time of training runs, and over the rows that they learned from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..hub.model_card import FACTS_NAME
+from .card import evaluations_in
+from .resume import last_complete_checkpoint
+
+STATE_NAME = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """
+    One evaluation of a run.
+
+    Args:
+        step (`int`): optimizer steps before it.
+        minutes (`float`): of those steps alone; no evaluation, saving or preparation of data.
+        accept_len (`float`): over sampled anchors of the held-out rows, the bonus token included.
+        serving_accept_len (`float`, *optional*): walked through every held-out answer as `generate` would.
+    """
+
+    step: int
+    minutes: float
+    accept_len: float
+    serving_accept_len: float | None = None
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """
+    Evaluations of one run.
+
+    Args:
+        name (`str`): of the run's folder.
+        num_rows (`int`, *optional*): rows it learns from.
+        points (`tuple[CurvePoint, ...]`): in their order.
+    """
+
+    name: str
+    num_rows: int | None
+    points: tuple[CurvePoint, ...]
+
+    @property
+    def last(self) -> CurvePoint:
+        """[`CurvePoint`]: the last evaluation."""
+        return self.points[-1]
+
+
+def points_in(history: Sequence[dict[str, Any]]) -> tuple[CurvePoint, ...]:
+    """
+    Points of the evaluations in a trainer's log, one a step.
+
+    Args:
+        history (`Sequence[dict]`): `log_history` of the trainer's state.
+
+    Returns:
+        `tuple[CurvePoint, ...]`
+
+    Example:
+
+    ```python
+    >>> evaluated = {"step": 10, "eval_runtime": 1.0, "eval_accept_len": 1.5, "train_minutes": 2.0}
+    >>> points_in([{"step": 10, "loss": 3.0}, evaluated])
+    (CurvePoint(step=10, minutes=2.0, accept_len=1.5, serving_accept_len=None),)
+
+    ```
+    """
+    points = {}
+    for step, prefix, entry in evaluations_in(history):
+        accept_len, minutes = entry.get(f"{prefix}_accept_len"), entry.get("train_minutes")
+        if prefix == "eval" and step is not None and accept_len is not None and minutes is not None:
+            points[step] = CurvePoint(step, minutes, accept_len, entry.get(f"{prefix}_serving_accept_len"))
+    return tuple(points[step] for step in sorted(points))
+
+
+def read_curve(folder: str | Path) -> LearningCurve:
+    """
+    The curve of a run, finished or not, out of its output folder.
+
+    Args:
+        folder (`str` or `Path`): `output_dir` of the run.
+
+    Returns:
+        [`LearningCurve`]
+
+    Raises:
+        FileNotFoundError: no run has left its state there.
+        ValueError: the run was never evaluated.
+    """
+    folder = Path(folder)
+    states = [folder / STATE_NAME]
+    checkpoint = last_complete_checkpoint(folder)
+    if checkpoint is not None:
+        states.append(Path(checkpoint) / STATE_NAME)
+    written = [path for path in states if path.is_file()]
+    if not written:
+        raise FileNotFoundError(
+            f"{folder} holds no {STATE_NAME}, neither itself nor in a checkpoint. Give the output_dir of a run."
+        )
+    histories = [json.loads(path.read_text(encoding="utf-8"))["log_history"] for path in written]
+    points = points_in(max(histories, key=len))
+    if not points:
+        raise ValueError(
+            f"The run in {folder} has no evaluation with an acceptance length. Train with an evaluation set and "
+            "eval_strategy='steps'."
+        )
+    facts = written[-1].parent / FACTS_NAME
+    num_rows = json.loads(facts.read_text(encoding="utf-8")).get("num_rows") if facts.is_file() else None
+    return LearningCurve(folder.resolve().name, num_rows, points)
+
+
+def write_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
+    """
+    Write the numbers of curves as JSON.
+
+    Args:
+        curves (`Sequence[LearningCurve]`): one a run.
+        path (`str` or `Path`): file to write.
+    """
+    Path(path).write_text(json.dumps([asdict(curve) for curve in curves], indent=1) + "\n", encoding="utf-8")
+
+
+def draw_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
+    """
+    Draw acceptance over the minutes of every run and, of two runs or more, over their rows.
+
+    The walked acceptance length is drawn, or that of sampled anchors where a run has no other. A line over the rows
+    joins runs of equally many steps: between others, rows are not all that differs.
+
+    Args:
+        curves (`Sequence[LearningCurve]`): one a run.
+        path (`str` or `Path`): PNG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # an extra; the rest of the package works without it
+
+    panels = 2 if sum(curve.num_rows is not None for curve in curves) > 1 else 1
+    figure = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
+    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    for index, curve in enumerate(curves):
+        label = curve.name if curve.num_rows is None else f"{curve.name}: {curve.num_rows:,} rows"
+        minutes, heights = zip(*((point.minutes, _height(point)) for point in curve.points), strict=True)
+        axes[0].plot(minutes, heights, ".-", color=f"C{index}", label=label)
+    axes[0].set(xlabel="minutes of optimizer steps", ylabel="acceptance length on held-out rows")
+    axes[0].legend(fontsize=8)
+    if panels == 2:
+        _draw_over_rows(axes[1], curves)
+    for panel in axes:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_over_rows(panel: Any, curves: Sequence[LearningCurve]) -> None:
+    by_steps: dict[int, list[tuple[int, float]]] = {}
+    for index, curve in enumerate(curves):
+        if curve.num_rows is not None:
+            by_steps.setdefault(curve.last.step, []).append((curve.num_rows, _height(curve.last)))
+            panel.plot(curve.num_rows, _height(curve.last), "o", color=f"C{index}")  # as in the other panel
+    for steps, points in by_steps.items():
+        rows, heights = zip(*sorted(points), strict=True)
+        panel.plot(rows, heights, color="0.6", zorder=0)
+        end = (rows[-1], heights[-1])
+        panel.annotate(f"{steps:,} steps", end, (-5, 5), textcoords="offset points", ha="right", fontsize=8)
+    row_counts = sorted({rows for points in by_steps.values() for rows, _ in points})
+    panel.set(xlabel="rows learned from", xscale="log")
+    panel.set_xticks(row_counts, [f"{rows:,}" for rows in row_counts])
+    panel.minorticks_off()
+
+
+def _height(point: CurvePoint) -> float:
+    return point.accept_len if point.serving_accept_len is None else point.serving_accept_len

@@ -1,0 +1,200 @@
+"""Whether a checkpoint fits the draft, the target and the arguments that are to continue it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import sort_checkpoints
+from transformers.utils import logging
+
+from ..model.configuration_dflash import DFlashConfig
+
+logger = logging.get_logger(__name__)
+
+# What a checkpoint's weights mean: other values give another function of the same tensors, or do not fit them.
+DRAFT_FIELDS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "target_num_hidden_layers",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "attention_bias",
+    "rms_norm_eps",
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+    "is_causal",
+)
+
+
+class RunRecord(TrainerCallback, ExportableState):
+    """
+    Keep what a run was started with in its checkpoints, inside `trainer_state.json`.
+
+    Args:
+        **values: JSON values; [`check_checkpoint`] says which of them mean what.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state(self) -> dict[str, Any]:
+        return {"args": self.values, "attributes": {}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A checkpoint written without this record has no entry, and Trainer fills in only those that are there.
+        state.stateful_callbacks[type(self).__name__] = self.state()
+
+
+@torch.no_grad()
+def target_fingerprint(target: nn.Module) -> str | None:
+    """
+    A digest of the first weights of every floating-point tensor, which another folder or dtype does not change.
+
+    A draft may go on with the same target in another dtype; cached states may not, so that their
+    [`~state_cache.weights_checksum`] looks at every bit.
+
+    Args:
+        target (`nn.Module`): on any devices.
+
+    Returns:
+        `str` of 16 hexadecimal digits, or `None` if a tensor is sharded or not in memory.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in target.named_parameters():
+        if parameter.is_meta or type(parameter.data) is not torch.Tensor:
+            return None
+        if parameter.is_floating_point():
+            digest.update(f"{name} {list(parameter.shape)}".encode())
+            first = parameter.data.reshape(-1)[:8].to(torch.bfloat16)  # what is left of fp32 weights in a bf16 target
+            digest.update(first.cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> str | None:
+    """
+    The newest checkpoint that was written to its end.
+
+    Args:
+        output_dir (`str`): folder of the checkpoints; need not exist.
+
+    Returns:
+        `str` or `None`: its folder; a newer one that a crash left half-written is passed over with a warning.
+    """
+    if not Path(output_dir).is_dir():
+        return None
+    for folder in reversed(sort_checkpoints(str(output_dir))):
+        if _trainer_state(folder) is not None:
+            return folder
+        logger.warning(f"{folder} is incomplete (its trainer_state.json, which is written last, is missing): skipped.")
+    return None
+
+
+def _trainer_state(folder: str | Path) -> dict[str, Any] | None:
+    try:
+        state = json.loads((Path(folder) / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str, Any]) -> None:
+    """
+    Refuse a checkpoint of another draft or target before anything of it is loaded, and name what else has changed.
+
+    Args:
+        folder (`str`): the checkpoint.
+        config ([`DFlashConfig`]): of the draft that is to continue.
+        values (`dict`): from [`run_values`]. Another `target` or `use_muon` is refused; any other change is a warning,
+            since the run will not be what it would have been without the stop.
+
+    Raises:
+        ValueError: it is no complete checkpoint, or belongs to another draft, target or optimizer.
+    """
+    name = Path(folder).name
+    state = _trainer_state(folder)
+    if state is None:
+        raise ValueError(
+            f"{str(folder)!r} is no complete checkpoint: trainer_state.json, which is written last, is missing or "
+            "unreadable. Give another one, or resume_from_checkpoint=True for the last complete one in output_dir."
+        )
+    problems = []
+    if (Path(folder) / "config.json").is_file():
+        saved = DFlashConfig.from_pretrained(folder)
+        problems = [
+            f"{field} {getattr(saved, field)}, this draft has {getattr(config, field)}"
+            for field in DRAFT_FIELDS
+            if getattr(saved, field) != getattr(config, field)
+        ]
+    record = (state.get("stateful_callbacks") or {}).get(RunRecord.__name__) or {}
+    recorded = {**record.get("args", {})}
+    changed = {
+        key: (recorded[key], value) for key, value in values.items() if key in recorded and recorded[key] != value
+    }
+    if "use_muon" in changed:
+        problems.append("use_muon {}, these arguments say {}".format(*changed.pop("use_muon")))
+    weights = changed.pop("target_fingerprint", None)
+    if weights is not None and None not in weights:
+        other_name = changed.pop("target", None)
+        if other_name is not None or values["target"] is None:
+            before, now = (target or "without a name" for target in other_name or (None, None))
+            problems.append(f"the target {before}, this is the target {now} with other weights")
+        else:
+            logger.warning(
+                f"{name} was trained with other weights of the target {values['target']} (another revision or "
+                "quantisation?): the draft continues on hidden states it was not trained on."
+            )
+    elif weights is None and values["target_fingerprint"] is not None:
+        changed.pop("target", None)  # the same weights in another folder
+    if problems:
+        raise ValueError(
+            f"{name} cannot be resumed: it was trained with {'; '.join(problems)}. Continue with the draft, target "
+            "and optimizer it was trained with, or train without resume_from_checkpoint and in another output_dir."
+        )
+    if changed:
+        details = ", ".join(f"{key} was {before} and is {now}" for key, (before, now) in changed.items())
+        logger.warning(f"Resuming {name} gives another run than without the stop: {details}.")
+
+
+def run_values(args: Any, target: PreTrainedModel, num_rows: int | None) -> dict[str, Any]:
+    """
+    What [`RunRecord`] keeps and [`check_checkpoint`] compares.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): of the run.
+        target (`PreTrainedModel`): of the run.
+        num_rows (`int`, *optional*): of the training set.
+
+    Returns:
+        `dict` of JSON values.
+    """
+    return {
+        "target": target.config.name_or_path or None,
+        "target_fingerprint": target_fingerprint(target),
+        "use_muon": args.use_muon,
+        "seed": args.seed,
+        "data_seed": args.data_seed,
+        "anchors_per_sample": args.anchors_per_sample,
+        "anchor_replacement": args.anchor_replacement,
+        "slot_weights": args.slot_weights,
+        "loss_decay": args.loss_decay,
+        "dpace_alpha": args.dpace_alpha,
+        **asdict(args.loss_terms),
+        "rows per optimizer step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "rows": num_rows,
+    }
