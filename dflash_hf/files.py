@@ -11,6 +11,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 LOCK = ".lock"
+SETTINGS = "settings.json"  # what all rows of a folder have in common
+JOURNAL = "newest.jsonl"  # rows that are in no shard yet
 
 
 def lock_folder(folder: Path) -> FileLock:

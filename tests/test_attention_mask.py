@@ -7,7 +7,7 @@ from conftest import make_draft, make_target
 from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_hf import build_dflash_batch_plan
-from dflash_hf.blocks.attention_mask import dense_block_mask, flex_block_mask
+from dflash_hf.blocks.attention import dense_block_mask, flex_block_mask
 
 SETTINGS = {"anchors_per_sample": 5, "gamma": 3, "optimizer_step": 1, "seed": 2}
 

@@ -8,9 +8,9 @@ from conftest import make_draft, make_target
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from dflash_hf import block_attention, build_dflash_batch_plan
-from dflash_hf.blocks.attention import BlockAttention
-from dflash_hf.blocks.attention_mask import dense_block_mask, training_masks
+from dflash_hf import build_dflash_batch_plan
+from dflash_hf.blocks import attention
+from dflash_hf.blocks.attention import BlockAttention, dense_block_mask, training_masks
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH, BLOCKS, GAMMA = 6, 2, 8, 19, 7, 3
 
@@ -27,8 +27,8 @@ def rows_with_padding() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(autouse=True, params=[1, 4, 64])
 def two_blocks_a_group(request, monkeypatch):
-    monkeypatch.setattr(block_attention, "QUERIES_PER_GROUP", 2 * (GAMMA + 1))
-    monkeypatch.setattr(block_attention, "COLUMNS_STEP", request.param)
+    monkeypatch.setattr(attention, "QUERIES_PER_GROUP", 2 * (GAMMA + 1))
+    monkeypatch.setattr(attention, "COLUMNS_STEP", request.param)
 
 
 @pytest.mark.parametrize("window", [None, 4, 6])

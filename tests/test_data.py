@@ -9,7 +9,8 @@ import torch
 from test_trainer import make_trainer, rows_of, weights
 from transformers import TrainingArguments
 
-from dflash_hf import data, supervision
+from dflash_hf.data import dataset as dataset_module
+from dflash_hf.data import labels
 from dflash_hf.data.dataset import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
 from dflash_hf.data.labels import tokenize_row
 
@@ -67,7 +68,7 @@ def test_input_ids_with_and_without_a_loss_mask():
 
 def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_one_and_says_so(tokenizer, caplog):
     """Case 11: never silently everything or nothing."""
-    supervision.logger.warning_once.cache_clear()  # other tests may have had the warning
+    labels.logger.warning_once.cache_clear()  # other tests may have had the warning
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>"
         "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
@@ -136,7 +137,7 @@ def test_counts_of_dropped_and_cut_rows_are_said_again_when_they_come_out_of_the
     results, lines = [], []
     for expected_calls in (3, 0):
         calls = []
-        monkeypatch.setattr(data, "tokenize_row", counted(tokenize_row, calls))
+        monkeypatch.setattr(dataset_module, "tokenize_row", counted(tokenize_row, calls))
         caplog.clear()
         dataset = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path))
         results.append(list(prepare_dataset(dataset, tokenizer, max_length=24)))

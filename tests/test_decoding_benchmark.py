@@ -15,13 +15,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from dflash_hf import DFlashDraftModel, decoding_benchmark
-from dflash_hf.benchmarks.decoding import BenchmarkSettings, DecodingBenchmark
+from dflash_hf import DFlashDraftModel
+from dflash_hf.benchmarks import decoding as decoding_benchmark
+from dflash_hf.benchmarks.decoding import BenchmarkSettings, DecodingBenchmark, ReferenceDecoder
 from dflash_hf.benchmarks.decoding_results import DecodingRun, Method, summarize_runs
-from dflash_hf.benchmarks.reference_decoder import ReferenceDecoder
 from dflash_hf.cli import app
 from dflash_hf.cli.bench_decode import tables
-from dflash_hf.evaluation.compare import chat_inputs
+from dflash_hf.data.chat_template import chat_inputs
 
 PROMPTS = ["1+1?", "What?", "Say a word.", "2+2"]
 VOCABULARY = {"vocab_size": 272, "pad_token_id": 256}

@@ -16,7 +16,7 @@ from test_prompt_suites import NAMES, write_prompts
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import app
-from dflash_hf.evaluation.journal import SuiteJournal
+from dflash_hf.evaluation.output import SuiteJournal
 from dflash_hf.evaluation.prompt_sets import HUB_PROMPTS
 from dflash_hf.hub.model_card import DraftCard
 

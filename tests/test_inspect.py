@@ -20,12 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import dflash_hf.training.trainer
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.data.inspect_page import render_page
-from dflash_hf.data.inspect_picture import draw_rows
-from dflash_hf.data.inspect_rows import Block, InspectedRow, StepPlan, TrainingRows, lanes_of
-from dflash_hf.data.inspect_terminal import ANCHOR_STYLE, coloured_text, print_row, print_statistics, strip
+from dflash_hf.data.inspect_rows import Block, InspectedRow, StepPlan, TrainingRows, lanes_of, token_pieces, visible
+from dflash_hf.data.inspect_views import (
+    ANCHOR_STYLE,
+    coloured_text,
+    draw_rows,
+    print_row,
+    print_statistics,
+    render_page,
+    strip,
+)
 from dflash_hf.data.row_statistics import Histogram, RowStatistics
-from dflash_hf.data.row_text import token_pieces, visible
 from dflash_hf.target.loading import read_target
 
 PLAN = StepPlan(block_size=4, anchors_per_sample=3, optimizer_step=0, seed=42)

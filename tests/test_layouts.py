@@ -26,7 +26,7 @@ from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_
 from dflash_hf.checkpoints.read_layouts import LAYOUTS, layout_of, native_values
 from dflash_hf.checkpoints.write_layouts import layout_config
 from dflash_hf.model.modeling_dflash import embedding_scale, rotary_angles
-from dflash_hf.target.pair_loading import load_pair
+from dflash_hf.target.loading import load_pair
 
 OTHER_LAYOUTS = LAYOUTS[1:]
 VARIANTS = {

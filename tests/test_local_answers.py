@@ -26,7 +26,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from dflash_hf import slot_cache
+from dflash_hf.regeneration import continuous_batching
 from dflash_hf.regeneration.local import LocalEngine
 from dflash_hf.regeneration.requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
 from dflash_hf.regeneration.sampling import Draws, draw
@@ -103,7 +103,7 @@ def make_family(kind: str) -> Any:
     [("full", "sdpa"), ("windows", "sdpa"), ("some windows", "eager"), ("learned positions", "sdpa")],
 )
 def test_greedy_answers_are_those_of_generate_on_each_prompt_alone(tokenizer, monkeypatch, kind, implementation):
-    monkeypatch.setattr(slot_cache, "GROWTH_COLUMNS", 8)  # buffers grow while answers are under way
+    monkeypatch.setattr(continuous_batching, "GROWTH_COLUMNS", 8)  # buffers grow while answers are under way
     target = make_family(kind)
     target.set_attn_implementation(implementation)
     asked = requests(19)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_hf import losses as losses_module
+from dflash_hf.blocks import losses as losses_module
 from dflash_hf.blocks.losses import LossTerms, decay_weights, default_loss_decay, dpace_weights, head_losses, slot_loss
 from dflash_hf.blocks.metrics import accepted_slots, row_statistics, summarize
 

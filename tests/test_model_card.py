@@ -32,11 +32,11 @@ from dflash_hf.hub.model_card import (
     DraftCard,
     Evaluation,
     Protocol,
-    hub_id_or_folder,
     is_own_card,
     write_model_card,
 )
 from dflash_hf.markdown import NOT_RECORDED, code
+from dflash_hf.provenance import hub_id_or_folder
 from dflash_hf.training.card import (
     ModelCardWriter,
     changed_arguments,

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, build_dflash_batch_plan
-from dflash_hf.blocks.attention_mask import training_masks
+from dflash_hf.blocks.attention import training_masks
 from dflash_hf.model.modeling_dflash import DFlashRMSNorm, embed_tokens
 
 VARIANTS = {

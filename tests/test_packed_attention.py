@@ -11,7 +11,7 @@ from decoding_pairs import make_family, make_multimodal, make_target
 from transformers import AutoModelForCausalLM, FalconConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dflash_hf import packed_attention as module_under_test
+from dflash_hf.decoding import gqa_attention as module_under_test
 from dflash_hf.decoding.generate import speculative_generate
 from dflash_hf.decoding.gqa_attention import NAME, packed_attention, packed_sdpa
 

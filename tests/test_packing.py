@@ -14,15 +14,8 @@ from test_trainer import StopAt, gradients_of, make_trainer, rows_of
 from dflash_hf.blocks.forward import block_losses
 from dflash_hf.blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
 from dflash_hf.data.dataset import DFlashCollator, pack_dataset, prepare_dataset
-from dflash_hf.data.packing import (
-    PACKING_WINDOW,
-    documents_of,
-    pack_lengths,
-    pack_stream,
-    split_documents,
-    states_of_packed_rows,
-)
-from dflash_hf.target.hidden_states import target_hidden_states
+from dflash_hf.data.packing import PACKING_WINDOW, pack_lengths, pack_stream
+from dflash_hf.target.hidden_states import documents_of, split_documents, states_of_packed_rows, target_hidden_states
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -15,7 +15,8 @@ from chat_templates import FAMILIES, end_ids, family_tokenizer
 from conftest import make_target
 from datasets import Json, List, Value
 
-from dflash_hf import DFlashDraftModel, prepared_folder
+from dflash_hf import DFlashDraftModel
+from dflash_hf.data import prepared_folder
 from dflash_hf.data.chat_template import TemplateError
 from dflash_hf.data.labels import SupervisedRow, read_row
 from dflash_hf.data.prepare import PreparationSettings, prepare_for_training

@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from dflash_hf import prompt_suites
+from dflash_hf.evaluation import prompt_sets
 from dflash_hf.evaluation.prompt_sets import HUB_PROMPTS, load_prompt_sets
 
 NAMES = ["gsm8k", "math500", "humaneval", "mbpp", "mt-bench"]
@@ -77,7 +77,7 @@ def test_prompts_of_the_hub_are_worded_and_turns_are_left_as_they_are(monkeypatc
         asked.append((name, config, split))
         return datasets.Dataset.from_dict(columns[name])
 
-    monkeypatch.setattr(prompt_suites, "load_rows", load)
+    monkeypatch.setattr(prompt_sets, "load_rows", load)
     sets = {each.name: said(each)[0] for each in load_prompt_sets(["standard"])}
     boxed = "\n\nReason step by step, and put the final answer in \\boxed{}."
     assert sets == {
@@ -114,7 +114,7 @@ def test_a_set_that_the_hub_does_not_give_says_which_file_would_do(monkeypatch):
     def load(*names: str | None) -> datasets.Dataset:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(prompt_suites, "load_rows", load)
+    monkeypatch.setattr(prompt_sets, "load_rows", load)
     with pytest.raises(OSError, match=r"'gsm8k' cannot be read from the Hub \(openai/gsm8k.*no route.*gsm8k\.jsonl"):
         load_prompt_sets(["gsm8k"])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from dflash_hf import row_shards
+from dflash_hf.regeneration import shards as shards_module
 from dflash_hf.regeneration.shards import RowShards
 
 SETTINGS = {"target": "me/mine", "sampling": {"temperature": 0.0}}
@@ -107,7 +107,7 @@ def test_a_kill_between_a_shard_and_the_end_of_its_journal_repeats_no_row(tmp_pa
 
 
 def test_an_interrupt_while_a_shard_is_written_neither_loses_nor_repeats_a_row(tmp_path, monkeypatch):
-    written = row_shards.replace_file
+    written = shards_module.replace_file
 
     def interrupted_before(path, write):
         raise KeyboardInterrupt
@@ -119,10 +119,10 @@ def test_an_interrupt_while_a_shard_is_written_neither_loses_nor_repeats_a_row(t
     for number, interrupted in enumerate((interrupted_before, interrupted_after)):
         folder = tmp_path / str(number)
         fill(folder, "a")
-        monkeypatch.setattr(row_shards, "replace_file", interrupted)
+        monkeypatch.setattr(shards_module, "replace_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fill(folder, "bc", rows_per_shard=2)
-        monkeypatch.setattr(row_shards, "replace_file", written)
+        monkeypatch.setattr(shards_module, "replace_file", written)
         fill(folder, "d")
         assert sorted(names_in(folder)) == ["a", "b", "c", "d"]
 
@@ -218,7 +218,7 @@ def test_a_full_disk_ends_in_one_error_and_leaves_no_part_of_a_row(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from dflash_hf import row_shards
+from dflash_hf.regeneration import shards as shards_module
 from dflash_hf.regeneration.shards import RowShards
 
 moment = int(sys.argv[2])
@@ -229,7 +229,7 @@ for name in ("write", "ftruncate", "fsync"):
         if moment == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args)
-    setattr(row_shards.os, name, dying)
+    setattr(shards_module.os, name, dying)
 with RowShards(sys.argv[1], {}, rows_per_shard=2) as shards:
     for name in "abcde":
         if name not in shards.done_ids:

@@ -17,7 +17,7 @@ import torch
 from conftest import make_target
 from safetensors.torch import load_file, save_file
 
-from dflash_hf import state_cache
+from dflash_hf.target import hidden_state_cache
 from dflash_hf.target.hidden_state_cache import (
     DiskStateCache,
     MemoryStateCache,
@@ -140,8 +140,10 @@ def test_a_killed_run_leaves_complete_shards_and_the_next_one_goes_on(target, tm
             target.model.layers[1].register_forward_hook(lambda *_: kill_in_the_second_shard())
         else:
             name = "_publish" if moment.startswith("before") else "save_file"
-            original = getattr(state_cache, name)
-            monkeypatch.setattr(state_cache, name, lambda *a, **k: (kill_in_the_second_shard(), original(*a, **k)))
+            original = getattr(hidden_state_cache, name)
+            monkeypatch.setattr(
+                hidden_state_cache, name, lambda *a, **k: (kill_in_the_second_shard(), original(*a, **k))
+            )
         try:
             fill(cache, target, rows)
         finally:

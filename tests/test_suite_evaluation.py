@@ -11,11 +11,11 @@ import torch
 from conftest import make_draft, make_target, make_tokenizer
 from test_decoding_benchmark import PROMPTS, VOCABULARY, committed_by_hand, make_pair, prompt_lengths
 
+from dflash_hf.data.chat_template import chat_inputs
 from dflash_hf.data.prompts import Conversation
-from dflash_hf.evaluation.answer_pairs import Setting
-from dflash_hf.evaluation.compare import chat_inputs
-from dflash_hf.evaluation.journal import SuiteJournal, model_digest
+from dflash_hf.evaluation.output import SuiteJournal, model_digest
 from dflash_hf.evaluation.prompt_sets import PromptSet
+from dflash_hf.evaluation.results import Setting
 from dflash_hf.evaluation.suite import SuiteEvaluation, SuiteSettings
 
 THINKING_TEMPLATE = (

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from reference import suite_numbers
 
-from dflash_hf.evaluation.answer_pairs import AnswerPair, Setting
 from dflash_hf.evaluation.results import (
+    AnswerPair,
+    Setting,
     bootstrap_interval,
     macro_means,
     position_bins,

@@ -1,22 +1,87 @@
-"""Speed and acceptance of decoding with a draft, beside plain generation and other loops: one process, one run."""
+"""Benchmark of decoding: ours, the loop of transformers and the reference decoder, side by side."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
+from ..checkpoints.write_layouts import layout_config
+from ..data.chat_template import chat_inputs
 from ..decoding.generate import PROPOSALS, speculative_generate
 from ..decoding.statistics import DecodingStatistics, Stopwatch
-from ..evaluation.compare import chat_inputs, committed_by_pass
-from ..evaluation.pair_decoding import PairDecoding
+from ..evaluation.compare import PairDecoding, committed_by_pass
 from ..model.modeling_dflash import DFlashDraftModel
 from .decoding_results import PHASES, DecodingRun, Method
-from .reference_decoder import ReferenceDecoder
+
+
+class ReferenceDecoder:
+    """
+    The decoder of `dflash` with the weights of a draft: the same tensors, no copy.
+
+    Args:
+        draft ([`DFlashDraftModel`]): whose weights it takes.
+
+    Raises:
+        ImportError: the package is not installed, or another version without these functions is.
+    """
+
+    def __init__(self, draft: DFlashDraftModel) -> None:
+        try:
+            from dflash import model as reference
+
+            self._generate, model_class = reference.dflash_generate, reference.DFlashDraftModel
+            self.version = version("dflash")
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"The reference decoder is not there ({error}): it is in the package dflash 0.1.0. Run "
+                "pip install --no-deps dflash==0.1.0 (the versions that it pins are not needed)."
+            ) from error
+        described = layout_config(draft.config, "serving", str(draft.dtype).removeprefix("torch."))
+        self.model: nn.Module = model_class(Qwen3Config(**described)).eval()
+        self.model.to(draft.device)  # no dtype: its rotary frequencies stay in fp32
+        self.model.load_state_dict(draft.state_dict(), assign=True)
+
+    def generate(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        end_token_ids: list[int],
+        temperature: float,
+    ) -> torch.Tensor:
+        """
+        Decode one row.
+
+        Args:
+            target (`PreTrainedModel`): the target.
+            input_ids (`torch.LongTensor` of shape `[1, columns]`): the prompt.
+            max_new_tokens (`int`): longest answer in tokens.
+            end_token_ids (`list[int]`): tokens that end the answer.
+            temperature (`float`): 0 decodes greedily.
+
+        Returns:
+            `torch.LongTensor` of shape `[1, columns]`: prompt and answer, the end token included.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it passes `past_key_values`
+            generate: Any = self._generate
+            return generate(
+                self.model,
+                target,
+                input_ids,
+                max_new_tokens,
+                end_token_ids or None,
+                temperature=temperature,
+            )
+
 
 WARM_UP_TOKENS = 16
 

@@ -10,10 +10,9 @@ import torch
 from accelerate.utils import align_module_device
 
 from ..model.modeling_dflash import DFlashDraftModel
-from ..target.hidden_states import position_ids_of
-from .attention_mask import training_masks
+from .attention import training_masks
 from .losses import CROSS_ENTROPY, LossTerms, dpace_weights, head_losses, position_weights
-from .plan import DFlashBatchPlan
+from .plan import DFlashBatchPlan, position_ids_of
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch.nn import functional
@@ -260,3 +261,43 @@ def _check_arguments(
         torch._assert_async(in_range, f"sample_ids must be in 0 … {MAX_SAMPLE_ID}")  # a check that does not wait
     elif not in_range:
         raise ValueError(f"sample_ids={sample_ids.tolist()} must be in 0 … {MAX_SAMPLE_ID}: larger products overflow.")
+
+
+def position_ids_of(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Positions as `generate` counts them: the first real token of a row is 0, whatever padding comes before it.
+
+    Args:
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): in packed rows every document starts at 0.
+
+    Returns:
+        `torch.LongTensor` of shape `[R, S]`; padding has the position of the token that would come there.
+
+    Example:
+
+    ```python
+    >>> position_ids_of(torch.tensor([[False, False, True, True]])).tolist()
+    [[0, 0, 0, 1]]
+
+    ```
+    """
+    return tokens_before(token_valid_mask, segment_ids)
+
+
+def blocks_of_each_row(plan: DFlashBatchPlan, rows: int, chosen: slice | Sequence[int]) -> DFlashBatchPlan:
+    """
+    The plan of some of the blocks of every row.
+
+    Args:
+        plan ([`DFlashBatchPlan`]): of all blocks, as many in each row.
+        rows (`int`): rows of the batch.
+        chosen (`slice` or `Sequence[int]`): which blocks of each row to keep.
+
+    Returns:
+        [`DFlashBatchPlan`]
+    """
+    tensors = {item.name: getattr(plan, item.name) for item in fields(plan)}
+    return DFlashBatchPlan(
+        **{name: tensor.unflatten(0, (rows, -1))[:, chosen].flatten(0, 1) for name, tensor in tensors.items()}
+    )

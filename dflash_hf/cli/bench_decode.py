@@ -20,9 +20,9 @@ from transformers.utils import logging
 from ..benchmarks.decoding import BenchmarkSettings, DecodingBenchmark
 from ..benchmarks.decoding_results import DecodingRun, DecodingSummary, summarize_runs
 from ..data.prompts import read_prompts
-from ..hub.model_card import environment
 from ..model.modeling_dflash import DFlashDraftModel
-from ..target.pair_loading import load_target_of
+from ..provenance import environment
+from ..target.loading import load_target_of
 from .options import INTERRUPTED, values_between_commas
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"

@@ -16,7 +16,7 @@ from ..benchmarks.regeneration import AnsweringMeasurement, measure_answers, sha
 from ..data.prompts import read_prompts
 from ..regeneration.local import BATCH_SIZE, LocalEngine
 from ..regeneration.requests import Sampling, TurnRequest
-from ..target.pair_loading import load_target
+from ..target.loading import load_target
 
 
 def regenerate(

@@ -18,7 +18,7 @@ from rich.text import Text
 from transformers import set_seed
 from transformers.utils import logging
 
-from ..target.pair_loading import load_pair
+from ..target.loading import load_pair
 from .chat_session import Answer, ChatSession, Span
 
 DRAFTED_STYLE, OWN_STYLE = "green", "magenta"  # told apart with red-green blindness too, on dark and light

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..data.chat_template import chat_inputs
 from ..decoding.generate import speculative_generate
 from ..decoding.loop import VerifyPass
-from ..evaluation.compare import chat_inputs
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
 

@@ -23,14 +23,15 @@ from transformers.utils import logging
 from ..data.loading import load_rows
 from ..data.prompts import read_prompts
 from ..evaluation.compare import Comparison, Summary, compare_on_prompts, summarize_comparisons
-from ..hub.model_card import FACTS_NAME, DraftCard, Protocol, environment, write_model_card
+from ..hub.model_card import FACTS_NAME, DraftCard, Protocol, write_model_card
 from ..model.modeling_dflash import DFlashDraftModel
+from ..provenance import environment
 from ..regeneration.local import LocalEngine
 from ..regeneration.requests import Sampling
 from ..regeneration.run import RegenerationSettings, regenerate_rows
 from ..regeneration.shards import RowShards
 from ..target.demo import DEMO_TARGET, prepare_demo_target
-from ..target.pair_loading import load_target
+from ..target.loading import load_target
 from ..training.arguments import DFlashTrainingArguments
 from ..training.trainer import DFlashTrainer
 from .training_run import run_training

@@ -19,7 +19,7 @@ from ..doctor.checks import check_weights
 from ..doctor.examination import Examination, verdict
 from ..doctor.finding import FAULT, OK, SKIPPED, WARNING, Finding, guarded
 from ..model.modeling_dflash import DFlashDraftModel
-from ..target.pair_loading import load_target
+from ..target.loading import load_target
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"
 SIGNS = {

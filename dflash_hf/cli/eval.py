@@ -15,15 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging
 
-from ..evaluation.journal import SuiteJournal
-from ..evaluation.output import SuiteOutput, collect, suite_settings, write_suite_card
+from ..evaluation.output import SuiteJournal, SuiteOutput, collect, suite_settings
 from ..evaluation.prompt_sets import load_prompt_sets
 from ..evaluation.report import CONTENTION, terminal_table
 from ..evaluation.suite import THINKING, Batch, SuiteEvaluation, SuiteSettings
-from ..hub.model_card import CARD_NAME, environment
+from ..hub.model_card import CARD_NAME, write_suite_card
 from ..model.modeling_dflash import DFlashDraftModel
-from ..regeneration.shards import target_label
-from ..target.pair_loading import load_target_of
+from ..provenance import environment, target_label
+from ..target.loading import load_target_of
 from .options import INTERRUPTED, values_between_commas
 
 DEFAULTS = SuiteSettings()

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..evaluation.compare import chat_inputs, compare_on_prompts, generate_timed
-from ..target.pair_loading import load_pair
+from ..data.chat_template import chat_inputs
+from ..evaluation.compare import compare_on_prompts, generate_timed
+from ..target.loading import load_pair
 
 
 def generate(

@@ -11,10 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from ..data.inspect_page import render_page
-from ..data.inspect_picture import draw_rows
 from ..data.inspect_rows import StepPlan, TrainingRows
-from ..data.inspect_terminal import print_row, print_statistics
+from ..data.inspect_views import draw_rows, print_row, print_statistics, render_page
 from ..data.loading import load_rows
 from ..data.row_statistics import RowStatistics
 from ..target.loading import read_target

@@ -20,7 +20,7 @@ from ..regeneration.run import RegenerationProgress, RegenerationSettings, regen
 from ..regeneration.server import CONCURRENCY, TIMEOUT_S, ServerEngine
 from ..regeneration.shards import FAILED, FORMATS, ROWS_PER_SHARD, RowShards
 from ..target.demo import DEMO_TARGET, prepare_demo_target
-from ..target.pair_loading import load_target, load_target_config
+from ..target.loading import load_target, load_target_config
 from .options import json_object
 
 PROMPTS, ANSWERS, SERVER, ROWS = "Prompts", "Answers", "Server", "Output"

@@ -16,10 +16,10 @@ from transformers import HfArgumentParser, set_seed
 from ..data.loading import load_rows
 from ..data.prepare import common_template_kwargs
 from ..data.prepared_folder import EVALUATION_SPLIT, check_prepared, read_report
-from ..hub.model_card import hub_id_or_folder
 from ..model.modeling_dflash import DFlashDraftModel
+from ..provenance import hub_id_or_folder
 from ..regeneration.run import is_answered_by
-from ..target.pair_loading import load_target
+from ..target.loading import load_target
 from ..training.arguments import DFlashTrainingArguments
 from ..training.trainer import DFlashTrainer
 from .training_run import describe_acceptance, run_training

@@ -13,12 +13,12 @@ from .dataset import (
 )
 
 __all__ = [
-    "DFlashCollator",
     "MAX_LENGTH",
     "PREPARED_COLUMNS",
-    "PreparedStream",
     "TOO_LONG",
     "UNSUPERVISED",
+    "DFlashCollator",
+    "PreparedStream",
     "content_id",
     "prepare_row",
     "prepare_rows",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+import torch
 from transformers import PreTrainedTokenizerBase
 
 _MARK = "\ue000answer\ue001"  # private-use characters: no text has them, and no template trims them
@@ -198,3 +199,46 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_nulls(item) for item in value]
     return value
+
+
+def chat_inputs(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Mapping[str, str]],
+    device: torch.device,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """
+    A user message or a conversation as inputs of `generate`, through the chat template if there is one.
+
+    Without a template an answer continues the line it answers, and everything else takes a line of its own.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): the target's.
+        prompt (`str` or `Sequence[Mapping]`): the user's words, or messages with `role` and `content`.
+        device (`torch.device`): of the result.
+        chat_template_kwargs (`dict`, *optional*): for the template.
+
+    Returns:
+        `dict`: `input_ids` and `attention_mask`, each of shape `[1, S]`.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [dict(message) for message in prompt]
+    if tokenizer.chat_template is None:
+        lines = "".join(message["content"] + "\n" * (message["role"] != "user") for message in messages)
+        return dict(tokenizer(lines, return_tensors="pt").to(device))
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **(chat_template_kwargs or {})
+        )
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path!r} refuses messages of the roles {roles}: {error} Many "
+            "templates take no system message: leave it out."
+        ) from error
+    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(device)
+    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import datasets
 
-from ..regeneration.shards import JOURNAL, SETTINGS
+from ..files import JOURNAL, SETTINGS
 
 
 def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:

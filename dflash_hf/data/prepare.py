@@ -1,7 +1,8 @@
-"""Rows of any kind → tokenised rows without repeats, in a training and a held-out part, with a count of every drop."""
+"""From conversations to tokenised training rows: labels, truncation, repeats, and the held-out split."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,75 @@ from ..blocks.plan import MAX_SAMPLE_ID
 from ..target.loading import TargetText
 from .chat_template import TemplateError, without_nulls
 from .dataset import MAX_LENGTH, TOO_LONG, UNSUPERVISED, content_id
-from .labels import SupervisedRow, answers_without_loss, read_row, split_turns
+from .labels import SupervisedRow, answers_without_loss, conversation_of, read_row, split_turns
 from .prompt_check import PrefixMismatch, check_prefix
-from .prompt_hashes import HASH_BITS, prompt_hash, question_hash
+
+HASH_BITS = 60
+
+
+def prompt_hash(row: Mapping[str, Any], read: SupervisedRow, seed: int) -> int:
+    """
+    A number made of what the user says before the first answer, in any spacing.
+
+    Args:
+        row (`Mapping`): as [`tokenize_row`] takes it.
+        read ([`SupervisedRow`]): the same row as ids; what precedes the first answer counts where there is no text.
+        seed (`int`): gives other numbers.
+
+    Returns:
+        `int`: 0 … 2^60 - 1, spread evenly.
+    """
+    messages = _messages_or_none(row)
+    if messages is None:
+        words = _text_or_ids(row, read)
+    else:
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        words = [_words(message) for message in messages[:first] if message["role"] == "user"]
+        words = words or [_words(message) for message in messages[:first]]
+    return _hash([seed, words])
+
+
+def question_hash(row: Mapping[str, Any], read: SupervisedRow) -> int:
+    """
+    A number made of all that the target is asked with, in any spacing: every turn, the tools, the template arguments.
+
+    Args:
+        row, read: as in [`prompt_hash`].
+
+    Returns:
+        `int`: 0 … 2^60 - 1.
+    """
+    messages = _messages_or_none(row)
+    if messages is None:
+        return _hash(_text_or_ids(row, read))
+    asked = [[message["role"], _words(message)] for message in messages if message["role"] != "assistant"]
+    return _hash([asked, row.get("tools"), row.get("chat_template_kwargs")])
+
+
+def _messages_or_none(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    if row.get("messages") is None and not isinstance(row.get("completion"), (list, tuple)):
+        return None
+    return conversation_of(row)[0]
+
+
+def _text_or_ids(row: Mapping[str, Any], read: SupervisedRow) -> Any:
+    if isinstance(row.get("prompt"), str):
+        return " ".join(row["prompt"].split())
+    first = read.mask.index(True) if any(read.mask) else 0
+    return read.ids[:first] or read.ids
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return " ".join(text.split())
+
+
+def _hash(value: Any) -> int:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) >> (64 - HASH_BITS)
+
 
 OVER_LENGTH = "longer than max_length"
 NO_WINDOW = "without room for a block"

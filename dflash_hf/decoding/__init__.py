@@ -2,4 +2,4 @@
 
 from .generate import PROPOSALS, DFlashGenerateOutput, dflash_decoding, speculative_generate
 
-__all__ = ["DFlashGenerateOutput", "PROPOSALS", "dflash_decoding", "speculative_generate"]
+__all__ = ["PROPOSALS", "DFlashGenerateOutput", "dflash_decoding", "speculative_generate"]

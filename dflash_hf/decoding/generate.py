@@ -25,9 +25,8 @@ from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
-from .cache_check import check_cache_continuation
 from .draft_length import AdaptiveBlockLength, BlockLength, times_of_pair
-from .kv_cache import RowCache
+from .kv_cache import RowCache, check_cache_continuation
 from .logits_processing import BlockScores, StoppingRules
 from .loop import DecodingLoop, VerifyPass
 from .statistics import DecodingStatistics

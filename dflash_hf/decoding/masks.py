@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from ..model.configuration_dflash import DFlashConfig
-from ..regeneration.slot_cache import SlotCache
 from .kv_cache import BOTH_TYPES, RECURRENT_TYPES, RowCache
 from .tree import DraftTree
+
+
+class ColumnCache(Protocol):
+    """A key-value cache whose layers show the columns from some column on."""
+
+    def first_column(self, window: int | None) -> int:
+        """First column that a layer of this window shows in the next pass."""
 
 
 def draft_masks(
@@ -47,7 +53,7 @@ def draft_masks(
 
 def target_masks(
     target: PreTrainedModel,
-    cache: RowCache | SlotCache,
+    cache: ColumnCache,
     columns: torch.Tensor,
     num_padding: list[int],
     end: int,
@@ -60,7 +66,7 @@ def target_masks(
 
     Args:
         target (`PreTrainedModel`): with attention `sdpa` or `eager`, unless there is one row and no tree.
-        cache ([`RowCache`] or [`SlotCache`]): of the target, placed for the pass.
+        cache ([`ColumnCache`]): of the target, placed for the pass.
         columns (`torch.LongTensor` of shape `[rows, n]`): columns that the pass writes.
         num_padding (`list[int]`): columns at the left of each row that hold no text.
         end (`int`): columns that the pass may look at.

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DFlashCache
 
 from ..blocks.forward import block_hidden_states
-from ..blocks.plan import build_dflash_batch_plan
+from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
 from ..data.chat_template import TemplateError
 from ..data.labels import read_row
 from ..data.prompt_check import check_prefix
-from ..evaluation.simulate import blocks_of_each_row
 from ..model.configuration_dflash import DFlashConfig
 from ..model.modeling_dflash import DFlashDraftModel, embed_tokens
 from ..target.hidden_states import target_hidden_states

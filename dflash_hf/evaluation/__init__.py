@@ -1,10 +1,10 @@
 """Measurements of a draft beside plain decoding: comparisons, prompt suites, simulated decoding."""
 
+from ..data.chat_template import chat_inputs
 from .compare import (
     Comparison,
     Generation,
     Summary,
-    chat_inputs,
     committed_by_pass,
     compare_on_prompts,
     generate_timed,

@@ -1,4 +1,4 @@
-"""Acceptance and speed of a draft on prompts."""
+"""Plain and drafted generation of the same prompts, timed and compared."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
-from jinja2 import TemplateError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.chat_template import chat_inputs
 from ..decoding.generate import speculative_generate
 from ..model.modeling_dflash import DFlashDraftModel
 
@@ -237,49 +239,6 @@ def generated_accept_len(
     return sum(committed) / len(committed) if committed else float("nan")
 
 
-def chat_inputs(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[Mapping[str, str]],
-    device: torch.device,
-    chat_template_kwargs: dict[str, Any] | None = None,
-) -> dict[str, torch.Tensor]:
-    """
-    A user message or a conversation as inputs of `generate`, through the chat template if there is one.
-
-    Without a template an answer continues the line it answers, and everything else takes a line of its own.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): the target's.
-        prompt (`str` or `Sequence[Mapping]`): the user's words, or messages with `role` and `content`.
-        device (`torch.device`): of the result.
-        chat_template_kwargs (`dict`, *optional*): for the template.
-
-    Returns:
-        `dict`: `input_ids` and `attention_mask`, each of shape `[1, S]`.
-
-    Raises:
-        ValueError: the template refuses the messages.
-    """
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    messages = [dict(message) for message in prompt]
-    if tokenizer.chat_template is None:
-        lines = "".join(message["content"] + "\n" * (message["role"] != "user") for message in messages)
-        return dict(tokenizer(lines, return_tensors="pt").to(device))
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **(chat_template_kwargs or {})
-        )
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(
-            f"The chat template of {tokenizer.name_or_path!r} refuses messages of the roles {roles}: {error} Many "
-            "templates take no system message: leave it out."
-        ) from error
-    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(device)
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
-
-
 def compare_on_prompts(
     target: PreTrainedModel,
     draft: DFlashDraftModel,
@@ -338,3 +297,64 @@ def summarize_comparisons(comparisons: Sequence[Comparison], block_size: int) ->
         speed_up=statistics.median(comparison.speed_up for comparison in comparisons),
         num_identical=sum(comparison.is_identical for comparison in comparisons),
     )
+
+
+class PairDecoding:
+    """
+    What measurements of decoding have in common, whatever the method.
+
+    Args:
+        target (`PreTrainedModel`): the target; its generation config names the tokens that end an answer.
+        tokenizer (`PreTrainedTokenizerBase`): its tokenizer; names the padding token.
+    """
+
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.target = target
+        given: Any = target.generation_config
+        end_token_ids = [] if given is None or given.eos_token_id is None else given.eos_token_id
+        self.end_token_ids: list[int] = end_token_ids if isinstance(end_token_ids, list) else [end_token_ids]
+        padding = [tokenizer.pad_token_id, *self.end_token_ids, 0]
+        self.pad_token_id: int = next(token_id for token_id in padding if token_id is not None)
+
+    @contextmanager
+    def own_settings_aside(self) -> Iterator[None]:
+        """Set the target's settings for generation aside, apart from its special tokens."""
+        own_settings = self.target.generation_config
+        self.target.generation_config = GenerationConfig(
+            eos_token_id=self.end_token_ids or None, pad_token_id=self.pad_token_id
+        )
+        try:
+            yield
+        finally:
+            self.target.generation_config = own_settings
+
+    def arguments(self, rows: Sequence[torch.Tensor], temperature: float, max_new_tokens: int) -> dict[str, Any]:
+        """
+        Arguments of `generate` for a batch.
+
+        Args:
+            rows (`Sequence[torch.LongTensor]`): prompts, each of shape `[columns]`.
+            temperature (`float`): 0 decodes greedily; above, the target's distribution is not cut.
+            max_new_tokens (`int`): longest answer.
+
+        Returns:
+            `dict`: `input_ids` and `attention_mask`, padded on the left, and the settings.
+        """
+
+        def padded(values: list[torch.Tensor], padding: int) -> torch.Tensor:
+            return nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=padding, padding_side="left")
+
+        arguments: dict[str, Any] = {
+            "input_ids": padded(list(rows), self.pad_token_id),
+            "attention_mask": padded([torch.ones_like(row) for row in rows], 0),
+            "max_new_tokens": max_new_tokens,
+            "do_sample": temperature > 0,
+        }
+        if temperature > 0:
+            arguments.update(temperature=temperature, top_k=0, top_p=1.0)
+        return arguments
+
+    def answer(self, tokens: list[int]) -> list[int]:
+        """Tokens up to and including the first that ends the answer; behind it there is padding."""
+        ends = [index for index, token in enumerate(tokens) if token in self.end_token_ids]
+        return tokens[: ends[0] + 1] if ends else tokens

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 
 from ..blocks.forward import block_hidden_states
 from ..blocks.losses import default_chunk_size
-from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
+from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
 from ..model.modeling_dflash import DFlashDraftModel
 
 
@@ -149,24 +148,6 @@ def accepted_at_every_anchor(
             blocks = blocks[predictions.to(labels.device) == labels]
             accepted[part.sample_rows[blocks], part.anchor_positions[blocks]] = slot
     return accepted
-
-
-def blocks_of_each_row(plan: DFlashBatchPlan, rows: int, chosen: slice | Sequence[int]) -> DFlashBatchPlan:
-    """
-    The plan of some of the blocks of every row.
-
-    Args:
-        plan ([`DFlashBatchPlan`]): of all blocks, as many in each row.
-        rows (`int`): rows of the batch.
-        chosen (`slice` or `Sequence[int]`): which blocks of each row to keep.
-
-    Returns:
-        [`DFlashBatchPlan`]
-    """
-    tensors = {item.name: getattr(plan, item.name) for item in fields(plan)}
-    return DFlashBatchPlan(
-        **{name: tensor.unflatten(0, (rows, -1))[:, chosen].flatten(0, 1) for name, tensor in tensors.items()}
-    )
 
 
 def serving_statistics(

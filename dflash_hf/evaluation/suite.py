@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.chat_template import chat_inputs
 from ..decoding.generate import speculative_generate
 from ..model.modeling_dflash import DFlashDraftModel
-from .answer_pairs import AnswerPair, Setting
-from .compare import chat_inputs, timed
-from .pair_decoding import PairDecoding
+from .compare import PairDecoding, timed
 from .prompt_sets import PromptSet
+from .results import AnswerPair, Setting
 
 THINKING = ("both", "on", "off")
 WARM_UP_TOKENS = 16

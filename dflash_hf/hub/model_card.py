@@ -5,26 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 import re
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers.utils import CONFIG_NAME, logging
 
 from ..checkpoints.io import INDEX, WEIGHTS, read_json, tensor_shapes
 from ..checkpoints.read_layouts import TARGET_TENSORS, native_values
 from ..evaluation.card_section import MeasuredSuite
 from ..evaluation.compare import Summary
+from ..evaluation.output import SuiteOutput
 from ..markdown import (
     NOT_RECORDED,
     arguments_in_words,
@@ -37,6 +34,7 @@ from ..markdown import (
     words,
 )
 from ..model.configuration_dflash import DFlashConfig
+from ..provenance import hub_id_or_folder
 from .card_picture import draw_slots
 
 logger = logging.get_logger(__name__)
@@ -50,23 +48,6 @@ TAGS = ("dflash", "speculative-decoding", "draft-model")
 # changes no weight of the target: like an adapter it is trained beside the frozen target and works with it alone.
 BASE_MODEL_RELATION = "adapter"
 MARK = re.compile(r"\n<!-- Written by dflash_hf, digest ([0-9a-f]{16})\.[^\n]*-->\n\Z")
-
-
-def environment() -> dict[str, str]:
-    """Hardware and software a measurement was made with, in words."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    cpu_info = Path("/proc/cpuinfo")  # the only place where Linux names the processor
-    lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cpu = next(iter(names), platform.processor() or platform.machine())
-    hardware = torch.cuda.get_device_name() if accelerator is not None and accelerator.type == "cuda" else cpu
-    from .. import __version__  # of the package, which imports this module
-
-    packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
-    return {
-        "hardware": f"{hardware}, {torch.get_num_threads()} CPU threads",
-        "software": ", ".join([*packages, f"dflash-hf {__version__}"]),
-    }
 
 
 @dataclass(frozen=True)
@@ -495,34 +476,6 @@ def _write_text(path: Path, content: str) -> None:
     path.write_text(content, encoding="utf-8", newline="\n")
 
 
-def hub_id_or_folder(name: str | None) -> tuple[str | None, str | None]:
-    """
-    Tell a Hub name from a folder, whose path says more of its owner than others should read.
-
-    Args:
-        name (`str`, *optional*): as `from_pretrained` takes it.
-
-    Returns:
-        `tuple`: the Hub name or `None`, and the last part of the folder's path or `None`.
-
-    Example:
-
-    ```python
-    >>> hub_id_or_folder("Qwen/Qwen3-8B"), hub_id_or_folder("/home/me/models/mine")
-    (('Qwen/Qwen3-8B', None), (None, 'mine'))
-
-    ```
-    """
-    if not name:
-        return None, None
-    try:
-        validate_repo_id(name)
-        is_hub_id = "/" in name and not Path(name).exists()
-    except HFValidationError:
-        is_hub_id = False
-    return (name, None) if is_hub_id else (None, Path(name).name or None)
-
-
 def license_of_folder(folder: str | None) -> str | None:
     """
     The licence that the card in a local folder names.
@@ -589,3 +542,21 @@ def _draw(card: DraftCard, path: Path) -> str | None:
         pass
     path.unlink(missing_ok=True)  # one of other numbers
     return None
+
+
+def write_suite_card(draft_folder: str | Path, output: SuiteOutput, folder: str | Path) -> bool:
+    """
+    Write the results into the model card of a saved draft, and their pictures beside it.
+
+    Args:
+        draft_folder (`str` or `Path`): where the draft is saved.
+        output ([`SuiteOutput`]): written.
+        folder (`str` or `Path`): of the evaluation, which has the pictures.
+
+    Returns:
+        `bool`: as of [`write_model_card`].
+    """
+    for name in output.record["pictures"]:
+        shutil.copyfile(Path(folder) / name, Path(draft_folder) / name)
+    card = replace(DraftCard.from_folder(draft_folder), suite=output.for_card())
+    return write_model_card(draft_folder, card)

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data.prompts import Conversation, conversation_of_row
+from ..provenance import target_label
 from .requests import Answer, AnswerEngine, Failure, RequestFeed, Sampling, TurnRequest
-from .shards import RowShards, target_label
+from .shards import RowShards
 
 logger = logging.get_logger(__name__)
 

@@ -17,8 +17,8 @@ from datasets import Json, List, Value
 from datasets.info import DatasetInfosDict
 from huggingface_hub import DatasetCardData
 
-from ..files import LOCK, append_line, lock_folder, partial_path, replace_file
-from ..hub.model_card import hub_id_or_folder
+from ..files import JOURNAL, LOCK, SETTINGS, append_line, lock_folder, partial_path, replace_file
+from ..provenance import target_label
 
 ROW_FEATURES = datasets.Features(
     {
@@ -49,7 +49,7 @@ ROW_FEATURES = datasets.Features(
 )
 FORMATS = ("parquet", "jsonl")
 ROWS_PER_SHARD = 1000
-SETTINGS, CARD, JOURNAL, FAILED = "settings.json", "README.md", "newest.jsonl", "failed.jsonl"
+CARD, FAILED = "README.md", "failed.jsonl"
 _CARD_TEXT = """
 # Answers of {target}
 
@@ -249,11 +249,6 @@ def _card(settings: Mapping[str, Any]) -> str:
     return f"---\n{head.to_yaml()}\n---\n" + _CARD_TEXT.format(
         target=shown["target"], settings=json.dumps(shown, indent=1)
     )
-
-
-def target_label(name: str | None) -> str:
-    """A target as others may read it: its Hub name, or the last part of its folder."""
-    return next((part for part in hub_id_or_folder(name) if part), "a language model")
 
 
 def _whole_row(row: Mapping[str, Any]) -> dict[str, Any]:

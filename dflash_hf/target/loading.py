@@ -1,10 +1,22 @@
-"""What turns rows into tokens: of a target, its tokenizer and configuration, and nothing of its weights."""
+"""Opening a target: weights, tokenizer and configuration, alone or with a draft."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..model.modeling_dflash import DFlashDraftModel
 
 
 @dataclass(frozen=True)
@@ -47,3 +59,102 @@ def read_target(name: str) -> TargetText:
         eos = GenerationConfig.from_model_config(config).eos_token_id
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return TargetText(tokenizer, tuple(ends), config.get_text_config().vocab_size)
+
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    Load a target and its tokenizer.
+
+    Args:
+        name (`str`): Hub name or folder.
+        dtype (`str` or `torch.dtype`): of the weights; `"auto"` keeps the checkpoint's.
+
+    Returns:
+        `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: the target in evaluation mode, and its tokenizer.
+
+    Raises:
+        ValueError: the dtype is unknown.
+        OSError: weights or tokenizer cannot be read.
+    """
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
+    try:
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        raise OSError(f"The target {name!r} cannot be loaded: {error}") from error
+    device = torch.accelerator.current_accelerator()
+    if device is not None and torch.accelerator.is_available():
+        nn.Module.to(target, device)
+    return target, tokenizer
+
+
+def load_target_config(name: str) -> PreTrainedConfig:
+    """
+    Load the configuration of a target, without its weights.
+
+    Args:
+        name (`str`): Hub name or folder.
+
+    Returns:
+        `PreTrainedConfig`
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise OSError(f"The target {name!r} cannot be loaded: {error}") from error
+    return config
+
+
+def load_pair(
+    draft: str, target: str | None, dtype: str
+) -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
+    """
+    Load a draft and its target, in one dtype and on one device.
+
+    Args:
+        draft (`str`): Hub name or folder.
+        target (`str`, *optional*): Hub name or folder; the one the draft names if left out.
+        dtype (`str`): as for [`load_target`].
+
+    Returns:
+        `tuple`: the target, the draft tied to it, and the target's tokenizer.
+
+    Raises:
+        ValueError: no target is known, the dtype is unknown, or the two do not fit together.
+        OSError: one of them cannot be read.
+    """
+    pair = DFlashDraftModel.from_pretrained(draft, target=target or False)
+    model, tokenizer = load_target_of(pair, target, dtype)
+    return model, pair, tokenizer
+
+
+def load_target_of(
+    draft: DFlashDraftModel, target: str | None, dtype: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    Load the target of a draft; the draft is tied to it, and goes to its device and dtype.
+
+    Args:
+        draft ([`DFlashDraftModel`]): loaded without a target.
+        target (`str`, *optional*), dtype (`str`): as for [`load_pair`].
+
+    Returns:
+        `tuple`: the target and its tokenizer.
+
+    Raises:
+        ValueError, OSError: as [`load_pair`].
+    """
+    name = target or draft.config.target_name_or_path
+    if name is None:
+        raise ValueError(f"The draft {draft.name_or_path!r} names no target. Pass --target.")
+    model, tokenizer = load_target(name, dtype)
+    draft.tie_target(model)
+    nn.Module.to(draft, model.device, model.dtype)
+    return model, tokenizer

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..hub.model_card import FACTS_NAME, DraftCard, Evaluation, environment, hub_id_or_folder, write_model_card
+from ..hub.model_card import FACTS_NAME, DraftCard, Evaluation, write_model_card
 from ..model.modeling_dflash import DFlashDraftModel
+from ..provenance import environment, hub_id_or_folder
 from .arguments import DEFAULT_LEARNING_RATES, DFlashTrainingArguments
 from .checks import RowCounts
 

@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, HubStrategy
 from transformers.utils import PushInProgress, logging
 
-from ..blocks.attention_mask import attention_kind
+from ..blocks.attention import attention_kind
 from ..blocks.forward import BlockLosses, block_losses
 from ..blocks.losses import loss_denominator
 from ..blocks.metrics import row_statistics, summarize
 from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
 from ..data.dataset import PREPARED_COLUMNS, DFlashCollator, PreparedStream, prepare_rows
-from ..data.packing import documents_of, states_of_packed_rows
 from ..evaluation.compare import generated_accept_len, plain_forward
 from ..evaluation.simulate import accepted_at_every_anchor, serving_statistics
 from ..hub.model_card import DraftCard
@@ -45,13 +44,26 @@ from ..target.hidden_state_cache import (
     fill_state_cache,
     state_fingerprint,
 )
-from ..target.hidden_states import target_hidden_states, target_logits_function, without_peft
+from ..target.hidden_states import (
+    documents_of,
+    states_of_packed_rows,
+    target_hidden_states,
+    target_logits_function,
+    without_peft,
+)
 from .arguments import DFlashTrainingArguments
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .card import ModelCardWriter, as_tuple, card_of_run, rows_are_text, write_card_of_run
-from .checks import RowCounts, TrainingSummary, check_target_states, summarize_training, warn_of_dtypes
+from .checks import (
+    RowCounts,
+    TrainingSummary,
+    check_processes,
+    check_target_states,
+    summarize_training,
+    target_out_of_sight,
+    warn_of_dtypes,
+)
 from .optimizer import TrainingClock, make_muon_with_adamw, schedule_factor
-from .processes import check_processes, target_out_of_sight
 from .resume import RunRecord, check_checkpoint, last_complete_checkpoint, run_values
 
 logger = logging.get_logger(__name__)
