@@ -14,17 +14,30 @@ from .model.modeling_dflash import DFlashBody, DFlashDraftModel, UntiedDraftErro
 from .training.arguments import DFlashTrainingArguments
 from .training.trainer import DFlashTrainer
 
-# exist_ok: the day transformers has a `dflash` of its own, this import still works.
-AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
-AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
-# Drafts of all other producers load, too.
-DFlashConfig._translate = native_values
-DFlashDraftModel._read_checkpoint = read_checkpoint
-# What is pushed has a card of its own.
-DFlashDraftModel._push = push_draft
-# A saved draft carries its two source files, so that `trust_remote_code` users need no installation.
-DFlashConfig.register_for_auto_class()
-DFlashDraftModel.register_for_auto_class("AutoModel")
+
+def register() -> None:
+    """
+    Make drafts known to transformers and give the two model files what only the installed package can do.
+
+    Importing the package calls this function. A second call changes nothing.
+
+    - `AutoConfig` and `AutoModel` load the model type `"dflash"`.
+    - `DFlashConfig` and `DFlashDraftModel` read the checkpoints of other producers.
+    - `draft.push_to_hub` writes the model card of a draft.
+    - `save_pretrained` copies the two source files into the checkpoint, so that users of `trust_remote_code=True`
+      need no installation.
+    """
+    # exist_ok: the import must still work with a version of transformers that has a model type `dflash` of its own.
+    AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
+    AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
+    DFlashConfig.register_format_reader(native_values)
+    DFlashDraftModel.register_checkpoint_reader(read_checkpoint)
+    DFlashDraftModel.register_hub_writer(push_draft)
+    DFlashConfig.register_for_auto_class()
+    DFlashDraftModel.register_for_auto_class("AutoModel")
+
+
+register()
 
 __version__ = "0.1.0"
 

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import dflash_hf
 from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError
 
 TINY = {
@@ -311,3 +312,17 @@ def test_the_hub_files_import_nothing_else_of_the_package():
         }
         assert {part.split(".")[0] for part in imports if not part.startswith(".")} <= allowed
         assert {part for part in imports if part.startswith(".")} <= {".configuration_dflash"}
+
+
+def test_registering_twice_changes_nothing(draft, tmp_path):
+    registered = (DFlashConfig._format_reader, DFlashDraftModel._checkpoint_reader, DFlashDraftModel._hub_writer)
+    dflash_hf.register()
+    assert (
+        DFlashConfig._format_reader,
+        DFlashDraftModel._checkpoint_reader,
+        DFlashDraftModel._hub_writer,
+    ) == registered
+    assert None not in registered
+    draft.save_pretrained(tmp_path)
+    assert type(AutoModel.from_pretrained(tmp_path)) is DFlashDraftModel
+    assert (tmp_path / "modeling_dflash.py").exists()

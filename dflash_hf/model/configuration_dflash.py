@@ -13,6 +13,9 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+# Translates a config.json: (the file's values, the fields that the caller gave) -> the fields of a `DFlashConfig`.
+FormatReader = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Beyond any model; a damaged or hostile file must not ask for more memory than there is.
@@ -181,9 +184,7 @@ class DFlashConfig(PreTrainedConfig):
     ```
     """
 
-    # Translates the config.json of other producers: (raw, given fields) -> values. The installed package sets it; the
-    # two files that travel with a checkpoint read their own layout alone.
-    _translate: ClassVar[Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None] = None
+    _format_reader: ClassVar[FormatReader | None] = None
 
     model_type = "dflash"
     default_theta = 1_000_000.0
@@ -248,6 +249,21 @@ class DFlashConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @classmethod
+    def register_format_reader(cls, reader: FormatReader) -> None:
+        """
+        Set the function that translates the config.json of other producers.
+
+        The installed package registers one when it is imported. Without it, as in the two files that travel with a
+        checkpoint, only this class's own format is read.
+
+        Args:
+            reader (`Callable`):
+                Receives the values of the file and the fields that the caller gave, and returns the fields of a
+                `DFlashConfig`.
+        """
+        cls._format_reader = staticmethod(reader)
+
+    @classmethod
     def field_names(cls) -> set[str]:
         """`set[str]`: fields of a draft's configuration that a caller may set."""
         return {*cls.__dataclass_fields__, "rope_theta"} - PreTrainedConfig.__dataclass_fields__.keys()
@@ -282,10 +298,10 @@ class DFlashConfig(PreTrainedConfig):
     @classmethod
     def _translated(cls, raw: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The values of a configuration file; fields are taken out of `kwargs`, so that they are checked with them."""
-        if cls._translate is None or not raw:
+        if cls._format_reader is None or not raw:
             return raw
         given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
-        return {**cls._translate(raw, given), "model_type": cls.model_type}
+        return {**cls._format_reader(raw, given), "model_type": cls.model_type}
 
     @classmethod
     def from_target(

@@ -36,6 +36,9 @@ DRAFT_LOOK_UP = (*TARGET_LOOK_UP, "revision", "subfolder")
 # a mask, or a function that attends: (query, key, value, scaling=, dropout=) -> [batch, queries, heads, head_dim]
 AttentionMask = torch.Tensor | BlockMask | Callable[..., torch.Tensor] | None
 
+# Reads a draft: (folder or Hub name, config=, given=, target=, **hub_kwargs) -> configuration and tensors.
+CheckpointReader = Callable[..., tuple[DFlashConfig, dict[str, torch.Tensor] | None]]
+
 
 class UntiedDraftError(NotImplementedError):
     """Embedding or head of the target were asked for, and the draft is not tied to a target."""
@@ -732,11 +735,8 @@ class DFlashDraftModel(DFlashBody):
     ```
     """
 
-    # Reads checkpoints of other producers, and checks files before they are loaded. The installed package sets it; the
-    # two files that travel with a checkpoint read their own layout alone.
-    _read_checkpoint: ClassVar[Callable[..., tuple[DFlashConfig, dict[str, torch.Tensor] | None]] | None] = None
-    # Pushes a draft with the card of a draft. The installed package sets it.
-    _push: ClassVar[Callable[..., Any] | None] = None
+    _checkpoint_reader: ClassVar[CheckpointReader | None] = None
+    _hub_writer: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -752,6 +752,35 @@ class DFlashDraftModel(DFlashBody):
                 "target.generate(**inputs, assistant_model=draft, speculation_type='dflash')."
             )
         return super().__getattr__(name)
+
+    @classmethod
+    def register_checkpoint_reader(cls, reader: CheckpointReader) -> None:
+        """
+        Set the function that reads and checks the files of a checkpoint before `from_pretrained` loads them.
+
+        The installed package registers one when it is imported, which also reads the formats of other producers.
+        Without it, as in the two files that travel with a checkpoint, only this class's own format is loaded.
+
+        Args:
+            reader (`Callable`):
+                Receives a folder or Hub name, `config=`, `given=` (the fields that the caller gave), `target=` and the
+                arguments that find the files on the Hub. It returns the configuration, and the tensors under this
+                class's names or `None` where the files can be loaded directly.
+        """
+        cls._checkpoint_reader = staticmethod(reader)
+
+    @classmethod
+    def register_hub_writer(cls, writer: Callable[..., Any]) -> None:
+        """
+        Set the function that `push_to_hub` calls.
+
+        The installed package registers one when it is imported, which also writes the model card of a draft. Without
+        it `push_to_hub` is that of `PreTrainedModel`.
+
+        Args:
+            writer (`Callable`): Receives the draft and the arguments of `push_to_hub`.
+        """
+        cls._hub_writer = staticmethod(writer)
 
     @classmethod
     def from_target(
@@ -859,10 +888,10 @@ class DFlashDraftModel(DFlashBody):
                 if not isinstance(config, DFlashConfig):
                     config = DFlashConfig.from_pretrained(config or name, **hub_kwargs, **given)
                 check_distributed_config(config, distributed_config)
-            if cls._read_checkpoint is not None and kwargs.get("state_dict") is None:
+            if cls._checkpoint_reader is not None and kwargs.get("state_dict") is None:
                 if config is not None and not isinstance(config, DFlashConfig):
                     config = DFlashConfig.from_pretrained(config, **hub_kwargs, **given)
-                kwargs["config"], tensors = cls._read_checkpoint(
+                kwargs["config"], tensors = cls._checkpoint_reader(
                     name, config=copy.deepcopy(config), given=given, target=target, **hub_kwargs
                 )
                 if tensors is not None:
@@ -893,7 +922,9 @@ class DFlashDraftModel(DFlashBody):
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # theirs is a wrapper without signature
         """As in `PreTrainedModel.push_to_hub`; with the package installed the card is that of a draft."""
-        return super().push_to_hub(*args, **kwargs) if self._push is None else self._push(*args, **kwargs)
+        if self._hub_writer is None:
+            return super().push_to_hub(*args, **kwargs)
+        return self._hub_writer(self, *args, **kwargs)
 
     def _set_target_source(self, target: str | bool | None, hub_kwargs: dict[str, Any]) -> None:
         object.__setattr__(self, "_target_source", target)
