@@ -24,10 +24,10 @@ from accelerate.state import DistributedType
 from conftest import make_draft, make_target
 from hub_stand_in import HubStandIn
 from safetensors.torch import load
-from test_trainer import rows_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from training_runs import rows_of
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 

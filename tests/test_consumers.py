@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import greedy, make_draft
+from demo_runs import QUESTIONS, run_demo
 from safetensors.torch import load_file, save_file
-from test_real_model import QUESTIONS, run_demo
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 

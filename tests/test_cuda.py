@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_draft, make_target
 from decoding_pairs import ragged_prompts
-from test_trainer import make_trainer
+from training_runs import make_trainer
 
 from dflash_hf import build_dflash_batch_plan, speculative_generate
 from dflash_hf.blocks.attention import training_masks

@@ -6,7 +6,7 @@ import datasets
 import numpy
 import pytest
 import torch
-from test_trainer import make_trainer, rows_of, weights
+from training_runs import make_trainer, rows_of, weights
 from transformers import TrainingArguments
 
 from dflash_hf.data import dataset as dataset_module

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 import torch
+from chat_pairs import PROMPTS, VOCABULARY, committed_by_hand, make_pair, prompt_lengths
 from conftest import make_draft, make_target
-from decoding_pairs import make_family, make_guessing_draft
+from decoding_pairs import make_family
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -21,45 +22,8 @@ from dflash_hf.benchmarks.decoding import BenchmarkSettings, DecodingBenchmark, 
 from dflash_hf.benchmarks.decoding_results import DecodingRun, Method, summarize_runs
 from dflash_hf.cli import app
 from dflash_hf.cli.bench_decode import tables
-from dflash_hf.data.chat_template import chat_inputs
 
-PROMPTS = ["1+1?", "What?", "Say a word.", "2+2"]
-VOCABULARY = {"vocab_size": 272, "pad_token_id": 256}
 PLAIN, NATIVE, REFERENCE = Method("plain"), Method("native"), Method("reference")
-
-
-def plain_sequences(target, tokenizer, max_new_tokens: int, prompts=PROMPTS) -> list[torch.Tensor]:
-    return [
-        target.generate(
-            **chat_inputs(tokenizer, prompt, target.device), max_new_tokens=max_new_tokens, do_sample=False
-        )[0]
-        for prompt in prompts
-    ]
-
-
-def prompt_lengths(target, tokenizer) -> list[int]:
-    return [chat_inputs(tokenizer, prompt, target.device)["input_ids"].shape[1] for prompt in PROMPTS]
-
-
-def make_pair(tokenizer, max_new_tokens: int = 13, wrong_share: float = 0.3, **overrides):
-    """A target, and a draft that knows its greedy answers except for some tokens."""
-    target = make_target(**VOCABULARY, **overrides)
-    draft = make_guessing_draft(target, mask_token_id=271)
-    sequences = plain_sequences(target, tokenizer, max_new_tokens)
-    padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side="left")
-    return target, draft.teach(target, padded, wrong_share), sequences
-
-
-def committed_by_hand(is_wrong: torch.Tensor, first: int, end: int, block_size: int) -> list[int]:
-    """Walk over an answer: each pass takes the right guesses after its anchor and one token of the target."""
-    counts, anchor = [], first
-    while anchor + 1 < end - 1:  # a last single token needs no draft
-        count = 1
-        while count < block_size and anchor + count < end - 1 and not is_wrong[anchor + count]:
-            count += 1
-        counts.append(count)
-        anchor += count
-    return counts
 
 
 def run_all(target, draft, tokenizer, prompts=PROMPTS, **settings) -> tuple[DecodingBenchmark, list[DecodingRun]]:

@@ -16,7 +16,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import make_draft, make_target
 from distributed_worker import SCENARIOS
 from safetensors.torch import load_file
-from test_trainer import make_trainer, rows_of, weights
+from training_runs import make_trainer, rows_of, weights
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 

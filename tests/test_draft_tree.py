@@ -9,7 +9,7 @@ import reference
 import torch
 from conftest import make_draft
 from decoding_pairs import count_near_ties, make_family, make_guessing_draft, make_target, ragged_prompts
-from test_stopping import Recorder, letters_pair
+from stopping_pairs import Recorder, letters_pair
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, GPTNeoConfig, MptConfig
 
 from dflash_hf.decoding.acceptance import accept_by_probability, accept_greedily, accept_in_tree

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 from conftest import error_line, make_draft, make_target
-from test_prompt_suites import NAMES, write_prompts
+from prompt_files import NAMES, write_prompts
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import app

@@ -14,7 +14,7 @@ from conftest import make_draft, make_target
 from hub_stand_in import HubStandIn, Repository
 from huggingface_hub import ModelCard
 from safetensors.torch import load
-from test_trainer import make_trainer
+from training_runs import make_trainer
 
 from dflash_hf import DFlashDraftModel, save_in_layout
 from dflash_hf.cli import main

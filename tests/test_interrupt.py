@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_draft, make_target
-from test_trainer import make_trainer, rows_of, weights
+from training_runs import make_trainer, rows_of, weights
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashTrainer

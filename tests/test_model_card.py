@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import make_draft
 from huggingface_hub import ModelCard
-from test_trainer import make_trainer, rows_of
+from training_runs import make_trainer, rows_of
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashConfig, DFlashTrainingArguments

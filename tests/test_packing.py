@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 from conftest import make_draft, make_target
-from test_trainer import StopAt, gradients_of, make_trainer, rows_of
+from training_runs import StopAt, gradients_of, make_trainer, rows_of
 
 from dflash_hf.blocks.forward import block_losses
 from dflash_hf.blocks.plan import DFlashBatchPlan, build_dflash_batch_plan

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from demo_runs import QUESTIONS, run_demo
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import DFlashDraftModel, speculative_generate
@@ -18,14 +17,6 @@ from dflash_hf.evaluation.compare import generate_timed
 from dflash_hf.target.demo import prepare_demo_target
 
 pytestmark = pytest.mark.real_model
-QUESTIONS = Path(__file__).parent.parent / "dflash_hf" / "demo_data" / "gsm8k_test_questions.jsonl"
-
-
-def run_demo(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "dflash_hf", "demo", "--output-dir", str(folder), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from conftest import make_target
-from test_trainer import make_trainer, rows_of
+from training_runs import make_trainer, rows_of
 
 from dflash_hf.data.dataset import DFlashCollator
 from dflash_hf.evaluation.compare import generate_timed

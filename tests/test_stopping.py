@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_draft
 from decoding_pairs import make_family, make_guessing_draft, make_target, ragged_prompts
+from stopping_pairs import GREEDY, Recorder, letters_pair
 from transformers import (
     MaxLengthCriteria,
     StoppingCriteria,
@@ -17,11 +18,9 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.decoding.generate import dflash_decoding, speculative_generate
 
-GREEDY = {"do_sample": False, "pad_token_id": 0}
 ALWAYS, SOMETIMES, NEVER = 0.0, 0.3, 1.1  # share of wrong guesses
 UNUSED = 1  # a token that no text here has
 
@@ -33,25 +32,6 @@ def taught_pair(inputs, wrong_share: float, name: str = "llama", **settings):
     texts = target.generate(**inputs, **GREEDY, **{"max_new_tokens": 24, **settings})
     draft.teach(target, texts, wrong_share)
     return target, draft, texts
-
-
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.puts: list[list[int]] = []
-        self.has_ended = False
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for put in self.puts for token in put]
-
-    def put(self, value: torch.Tensor) -> None:
-        assert not self.has_ended
-        assert value.device.type == "cpu"
-        self.puts.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        assert not self.has_ended
-        self.has_ended = True
 
 
 @pytest.mark.parametrize("wrong_share", [ALWAYS, NEVER])
@@ -189,26 +169,6 @@ def test_time_that_is_up_ends_after_the_next_token(num_rows):
     target, draft, texts = taught_pair(inputs, ALWAYS)
     drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=24, max_time=1e-9)
     assert torch.equal(drafted.sequences, texts[:, :10])
-
-
-def letters_pair(tokenizer, wrong_share: float, num_rows: int = 1):
-    """A pair over bytes that writes small letters and line ends."""
-    target = make_target(vocab_size=272)
-    draft = make_guessing_draft(target, mask_token_id=271)
-    allowed = tokenizer("abcdefgh \n", add_special_tokens=False)["input_ids"]
-    settings = {
-        **GREEDY,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,  # never written: with some end token, ended rows are padded
-        "max_new_tokens": 24,
-        "suppress_tokens": [token for token in range(272) if token not in allowed],
-    }
-    tokenizer.padding_side = "left"
-    inputs = dict(tokenizer(["hello", "a", "stop me"][:num_rows], return_tensors="pt", padding=True))
-    inputs.pop("token_type_ids", None)
-    texts = target.generate(**inputs, **settings)
-    draft.teach(target, texts, wrong_share)
-    return target, draft, inputs, settings, texts
 
 
 @pytest.mark.parametrize("wrong_share", [ALWAYS, SOMETIMES])

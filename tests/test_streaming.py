@@ -9,8 +9,8 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from conftest import make_target
-from test_trainer import StopAt, make_trainer, rows_of, weights
 from torch.utils.data import DataLoader
+from training_runs import StopAt, make_trainer, rows_of, weights
 
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.data.dataset import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_pairs import PROMPTS, VOCABULARY, committed_by_hand, make_pair, prompt_lengths
 from conftest import make_draft, make_target, make_tokenizer
-from test_decoding_benchmark import PROMPTS, VOCABULARY, committed_by_hand, make_pair, prompt_lengths
 
 from dflash_hf.data.chat_template import chat_inputs
 from dflash_hf.data.prompts import Conversation

@@ -11,9 +11,9 @@ import transformers
 from accelerate import dispatch_model
 from conftest import TINY, greedy, make_draft, make_target
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from test_trainer import make_trainer
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from training_runs import make_trainer
 
 from dflash_hf.target.hidden_state_cache import weights_checksum
 from dflash_hf.target.hidden_states import target_hidden_states, without_peft

@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from conftest import TINY, greedy, make_draft, make_target
+from training_runs import RecordElapsed, StopAt, gradients_of, make_trainer, rows_of, weights
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -17,49 +18,10 @@ from transformers import (
     TrainerCallback,
 )
 
-from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf import DFlashDraftModel, DFlashTrainingArguments
 from dflash_hf.data.dataset import DFlashCollator
 from dflash_hf.evaluation.compare import generate_timed
 from dflash_hf.training.optimizer import MuonWithAdamW
-
-
-def rows_of(target, count: int = 4, prompt_length: int = 5, new_tokens: int = 30) -> list[dict[str, Any]]:
-    """Answers the target wrote itself, never with the mask token."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for index in range(count):
-        prompt = torch.randint(1, 96, (1, prompt_length + index), generator=generator)
-        answer = greedy(target, prompt, new_tokens, suppress_tokens=[96])
-        rows.append({"input_ids": prompt[0].tolist() + answer, "loss_mask": [0] * prompt.shape[1] + [1] * len(answer)})
-    return rows
-
-
-def make_trainer(target, tmp_path, draft=None, rows=None, eval_rows=None, **overrides) -> DFlashTrainer:
-    values = {
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "use_muon": False,
-        "slot_weights": "decay",
-        "anchors_per_sample": 8,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return DFlashTrainer(
-        model=make_draft(target) if draft is None else draft,
-        target=target,
-        args=DFlashTrainingArguments(**{**values, **overrides}),
-        train_dataset=rows_of(target) if rows is None else rows,
-        eval_dataset=eval_rows,
-    )
-
-
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("muon", [False, True])
@@ -85,18 +47,6 @@ def test_an_overfitted_draft_is_accepted_whole_by_native_generation(target, tmp_
         )
         assert generation.token_ids == row["input_ids"][prompt.shape[1] :][:29]
         assert generation.committed == [4] * 7  # B - 1 drafted tokens and the bonus token in every pass
-
-
-def gradients_of(trainer: DFlashTrainer, micro_batches: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Gradient of one optimizer step whose rows come in these micro-batches, through Trainer's own calls."""
-    collate = DFlashCollator()
-    batches = [collate([trainer.train_dataset[index] for index in indices]) for indices in micro_batches]
-    trainer.model.zero_grad()
-    _, total = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
-    trainer.current_gradient_accumulation_steps = len(batches)
-    for batch in batches:
-        trainer.training_step(trainer.model, batch, total)
-    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
 
 
 @pytest.mark.parametrize("slot_weights", ["decay", "dpace", "uniform"])
@@ -190,16 +140,6 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path, muon):
         finals.append(weights(trainer.draft))
     for key, value in finals[0].items():
         assert torch.equal(value, finals[1][key]), key
-
-
-class StopAt(TrainerCallback):
-    """Ends training after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 def test_inner_learning_rates_of_muon_follow_the_schedule(target, tmp_path):
@@ -400,16 +340,6 @@ def test_a_resumed_run_has_only_the_rest_of_its_time_budget(target, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
     assert seen[0] == pytest.approx(used, abs=0.1)
     assert resumed.clock.progress == 1
-
-
-class RecordElapsed(TrainerCallback):
-    """Notes the used time before every step."""
-
-    def __init__(self, budget, seen):
-        self.budget, self.seen = budget, seen
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.seen.append(self.budget.elapsed_s)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from conftest import make_draft, make_target
-from test_trainer import RecordElapsed, StopAt, make_trainer, rows_of, weights
+from training_runs import RecordElapsed, StopAt, make_trainer, rows_of, weights
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
