@@ -8,6 +8,8 @@ from .dataset import (
     DFlashCollator,
     PreparedStream,
     content_id,
+    pack_dataset,
+    prepare_dataset,
     prepare_row,
     prepare_rows,
 )
@@ -20,6 +22,8 @@ __all__ = [
     "DFlashCollator",
     "PreparedStream",
     "content_id",
+    "pack_dataset",
+    "prepare_dataset",
     "prepare_row",
     "prepare_rows",
 ]
