@@ -30,7 +30,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 def _table_of_arguments() -> str:
     """Names, defaults and help texts of the training arguments, read without importing anything."""
-    tree = ast.parse((ROOT / "dflash_hf" / "training_args.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "dflash_hf" / "training" / "arguments.py").read_text(encoding="utf-8"))
     lines = ["| Argument | Default | |", "|---|---|---|"]
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
