@@ -1,4 +1,10 @@
-"""The DFlash draft network and its tie to a target. Travels with a checkpoint: needs torch and transformers only."""
+"""
+The DFlash draft network, the embedding and head that it shares with its target, and how a draft is loaded.
+
+The file travels with every checkpoint, so that it needs torch, transformers and safetensors but not this package. Its
+order: the network (`DFlashBody`), the modules of the target, the draft model (`DFlashDraftModel`), and the checks and
+errors of loading.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +35,20 @@ from .configuration_dflash import DFlashConfig, check_target_layer_ids, describe
 
 logger = logging.get_logger(__name__)
 
-# Arguments of `from_pretrained` that find files on the Hub: the target's with the draft's, and the draft's own.
-TARGET_LOOK_UP = ("token", "cache_dir", "local_files_only")
-DRAFT_LOOK_UP = (*TARGET_LOOK_UP, "revision", "subfolder")
-
-# a mask, or a function that attends: (query, key, value, scaling=, dropout=) -> [batch, queries, heads, head_dim]
+# A mask, or a function that computes the attention itself:
+# (query, key, value, scaling=, dropout=) -> [batch, queries, heads, head_dim].
 AttentionMask = torch.Tensor | BlockMask | Callable[..., torch.Tensor] | None
 
 # Reads a draft: (folder or Hub name, config=, given=, target=, **hub_kwargs) -> configuration and tensors.
 CheckpointReader = Callable[..., tuple[DFlashConfig, dict[str, torch.Tensor] | None]]
 
-
-class UntiedDraftError(NotImplementedError):
-    """Embedding or head of the target were asked for, and the draft is not tied to a target."""
+# Arguments of `from_pretrained` that find files on the Hub. Those of the first line also find the target.
+TARGET_LOOK_UP = ("token", "cache_dir", "local_files_only")
+DRAFT_LOOK_UP = (*TARGET_LOOK_UP, "revision", "subfolder")
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which matrix products with `x` run: autocast's where it is on, else its own."""
+    """Return the dtype in which matrix products with `x` run, which is that of autocast where autocast is enabled."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
@@ -53,9 +56,9 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 class _LeanRMSNorm(torch.autograd.Function):
     """
-    RMS normalisation that keeps its input alone for the backward pass.
+    Normalise by the root mean square and save only the input for the backward pass.
 
-    Where no fused kernel exists, as on a CPU, `functional.rms_norm` keeps two more tensors of that size.
+    Without a fused kernel, as on a CPU in torch 2.13, `functional.rms_norm` saves two more tensors of that size.
     """
 
     @staticmethod
@@ -76,7 +79,7 @@ class _LeanRMSNorm(torch.autograd.Function):
 
 
 class _SumGradient(torch.autograd.Function):
-    """The tensor itself; its gradient is summed over the ranks of a process group."""
+    """Return the tensor itself, and sum its gradient over the ranks of a process group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -92,13 +95,13 @@ class _SumGradient(torch.autograd.Function):
 
 class DFlashRMSNorm(nn.Module):
     """
-    Scale by the root mean square over the last axis, in fp32.
+    Divide by the root mean square over the last axis, computed in fp32, and multiply by a trained weight.
 
-    The result comes in the dtype of the products that follow, so that autocast has nothing left to copy.
+    The result has the dtype of the matrix products that follow, so that autocast makes no further copy.
 
-    Under tensor parallelism each rank norms its own heads with one shared weight: `group` sums the weight's gradient
-    over the ranks. (The plan entry `replicated_with_grad_allreduce` of transformers sums what `.grad` holds by then,
-    so that earlier micro-batches of an accumulation window count more than once.)
+    Under tensor parallelism each rank normalises its own heads with one shared weight, and `group` sums the gradient
+    of that weight over the ranks. The plan entry `replicated_with_grad_allreduce` of transformers 5.24 sums the
+    accumulated `.grad` instead, which counts the earlier micro-batches of an accumulation window more than once.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -116,6 +119,8 @@ class DFlashRMSNorm(nn.Module):
 
 
 class DFlashMLP(nn.Module):
+    """The gated feed-forward network of a decoder layer."""
+
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -131,18 +136,18 @@ def rotary_angles(
     config: DFlashConfig, position_ids: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Cosine and sine of the rotary angles, computed in fp32 from the configuration alone.
+    Compute cosine and sine of the rotary angles in fp32, from the configuration alone.
 
-    No buffer holds the frequencies: a non-persistent buffer is left uninitialised by `from_pretrained` and is cast by
-    `.to(bfloat16)`.
+    The frequencies are not kept in a buffer: in transformers 5.24 `from_pretrained` leaves a non-persistent buffer of
+    a custom model uninitialised, and `.to(torch.bfloat16)` would round it.
 
     Args:
-        config (`DFlashConfig`): gives `rope_parameters` and `head_dim`.
-        position_ids (`torch.LongTensor` of shape `[batch, length]`): absolute positions.
-        dtype (`torch.dtype`): of the result.
+        config (`DFlashConfig`): Gives `rope_parameters` and `head_dim`.
+        position_ids (`torch.LongTensor` of shape `[batch, length]`): Absolute positions.
+        dtype (`torch.dtype`): The dtype of the result.
 
     Returns:
-        two tensors of shape `[batch, 1, length, head_dim]`.
+        `tuple[torch.Tensor, torch.Tensor]`: cosine and sine, each of shape `[batch, 1, length, head_dim]`.
     """
     rope_type, scaling = (config.rope_parameters or {})["rope_type"], 1.0
     if rope_type == "default":
@@ -157,7 +162,7 @@ def rotary_angles(
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` of shape `[batch, heads, length, head_dim]`; the two halves of a head are the pairs."""
+    """Rotate `x` of shape `[batch, heads, length, head_dim]`, whose two halves of a head form the pairs."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -172,15 +177,15 @@ def serving_mask(
     device: torch.device,
 ) -> torch.Tensor | None:
     """
-    Visibility of one block after its context, from shapes alone: the last `num_queries` keys are the block.
+    Build the mask of one block after its context. It follows from shapes: the last `num_queries` keys are the block.
 
     Args:
-        num_queries (`int`): slots of the block.
-        num_keys (`int`): context keys and block keys in the order of their positions.
-        window (`int`, *optional*): a context key must be closer to the query than this.
-        causal (`bool`): a slot sees no later slot of its block.
+        num_queries (`int`): The number of slots in the block.
+        num_keys (`int`): The number of context keys and block keys, which are in the order of their positions.
+        window (`int`, *optional*): A context key is visible only at a distance below this from the query.
+        causal (`bool`): Whether a slot is kept from seeing the later slots of its block.
         key_valid_mask (`torch.BoolTensor` of shape `[batch, at least num_keys]`, *optional*): False at padding.
-        device (`torch.device`): of the result.
+        device (`torch.device`): The device of the result.
 
     Returns:
         `torch.BoolTensor` of shape `[batch or 1, 1, num_queries, num_keys]`, or `None` if everything is visible.
@@ -208,7 +213,7 @@ def eager_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention written out, with a bool mask (True = visible); returns the output and the weights."""
+    """Compute attention without a fused kernel. The mask is bool (True = visible). Returns output and weights."""
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scaling
@@ -219,7 +224,7 @@ def eager_attention(
 
 
 class DFlashAttention(nn.Module):
-    """Grouped-query attention of the block's slots over the context and the block, one projection for both."""
+    """Grouped-query attention of the slots over context and block, which share one key and one value projection."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
@@ -228,7 +233,7 @@ class DFlashAttention(nn.Module):
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
-        self.is_causal = False  # the mask says everything; no kernel may add a triangle of its own
+        self.is_causal = False  # The mask is complete, so that no kernel may add a causal mask.
         query_size = config.num_attention_heads * config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
@@ -254,10 +259,10 @@ class DFlashAttention(nn.Module):
         def heads(projected: torch.Tensor) -> torch.Tensor:
             return projected.view(*projected.shape[:2], projected.shape[2] // self.head_dim, self.head_dim)
 
-        # Project the two sources apart and join the small results: the wide inputs are never copied.
+        # The two sources are projected separately and then joined, because the projected tensors are the smaller ones.
         key = torch.cat([heads(self.k_proj(context)), heads(self.k_proj(hidden_states))], dim=1)
         value = torch.cat([heads(self.v_proj(context)), heads(self.v_proj(hidden_states))], dim=1)
-        mesh = getattr(self.k_proj.weight, "device_mesh", None)  # of a weight split by tensor parallelism
+        mesh = getattr(self.k_proj.weight, "device_mesh", None)  # Tensor parallelism turns weights into DTensors.
         group = None if mesh is None else mesh.get_group()
         query = self.q_norm(heads(self.q_proj(hidden_states)), group).transpose(1, 2)
         key, value = self.k_norm(key, group).transpose(1, 2), value.transpose(1, 2)
@@ -305,6 +310,8 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
+    """Attention and feed-forward network, each behind its own norm and with a residual connection."""
+
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = DFlashAttention(config, layer_idx)
@@ -319,9 +326,9 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
 class DFlashBody(PreTrainedModel):
     """
-    The trainable network: block inputs and target hidden states in, hidden states of the slots out.
+    The trainable network, which turns block inputs and target hidden states into hidden states of the slots.
 
-    It owns no embedding and no head, and knows nothing of anchors or losses.
+    It has no embedding, no head and no loss.
     """
 
     config_class = DFlashConfig
@@ -356,38 +363,39 @@ class DFlashBody(PreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """
-        Run all blocks of a row over its context in one pass.
+        Run all blocks of a batch over their contexts in one pass.
 
-        Training gives `M` blocks a row and a mask that keeps them apart; serving gives one block after `n` new context
-        positions, and a cache. Context and block have the positions of the text: the context key of a token and the
-        block key of the same token differ only by their source.
+        In training a sequence has `M` blocks, which the mask keeps apart. In decoding it has one block after `n` new
+        context positions, and a cache. Context and block use the positions of the text, so that the context key and
+        the block key of one token differ only in the hidden state that they are projected from.
 
         Args:
-            noise_embeds (`torch.FloatTensor` of shape `[rows, M * block_size, hidden_size]`):
-                The target's embedding of the anchor token in slot 0 and of the mask token in the others.
-            context_hidden_states (`torch.FloatTensor` of shape `[rows, n, num_target_layers * hidden_size]`):
-                Hidden states of the tapped target layers, joined on the last axis. `n` may be 0.
+            noise_embeds (`torch.FloatTensor` of shape `[batch, M * block_size, hidden_size]`):
+                The target's embedding of the anchor token in slot 0 and of the mask token in the other slots.
+            context_hidden_states (`torch.FloatTensor` of shape `[batch, n, num_target_layers * hidden_size]`):
+                Hidden states of the chosen target layers, concatenated on the last axis. `n` may be 0.
             attention_mask (*optional*):
-                Training: a dict from layer type to a `torch.BoolTensor` (True = visible) of shape
-                `[rows, 1, M * block_size, n + M * block_size]`, a FlexAttention `BlockMask`, or a function that
-                attends. Serving: a mask `[rows, cached + n + block_size]`, nonzero at real tokens, or `None`.
-            position_ids (`torch.LongTensor` of shape `[rows, n + M * block_size]`, *optional*):
-                Positions of the new context, then of the slots. By default they continue the cache.
+                In training a dict from layer type to a `torch.BoolTensor` (True = visible) of shape
+                `[batch, 1, M * block_size, n + M * block_size]`, to a FlexAttention `BlockMask`, or to a function that
+                computes the attention. In decoding a mask of shape `[batch, cached + n + block_size]`, nonzero at
+                real tokens, or `None`.
+            position_ids (`torch.LongTensor` of shape `[batch, n + M * block_size]`, *optional*):
+                Positions of the new context, then of the slots. By default they continue those of the cache.
             cache (`Cache`, *optional*):
-                Receives the keys and values of context and block; the caller crops the block.
-            query_valid_mask (`torch.BoolTensor` of shape `[rows, M * block_size]`, *optional*):
-                False at slots that do not exist: input, output and gradient are exactly zero there.
+                Receives the keys and values of context and block. The caller crops those of the block.
+            query_valid_mask (`torch.BoolTensor` of shape `[batch, M * block_size]`, *optional*):
+                False at slots that do not exist. Input, output and gradient are exactly zero there.
             use_cache (`bool`, *optional*):
-                Make a cache if none is given.
+                Whether to create a cache if none is given.
             **kwargs:
                 Passed to the attention function.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` of shape `[rows, M * block_size, hidden_size]` in the dtype
+            `BaseModelOutputWithPast`: `last_hidden_state` of shape `[batch, M * block_size, hidden_size]` in the dtype
             of `noise_embeds`, and `cache`.
 
         Raises:
-            ValueError: a width does not fit the configuration, which is what a wrong target looks like.
+            ValueError: A width does not fit the configuration, as happens with a wrong target, or a mask is too short.
         """
         self._check_widths(noise_embeds, context_hidden_states)
         if use_cache and cache is None:
@@ -403,19 +411,7 @@ class DFlashBody(PreTrainedModel):
             position_ids = torch.arange(start, start + num_new, device=hidden_states.device)[None]
         rotary = rotary_angles(self.config, position_ids, context.dtype)
 
-        key_valid_mask, masks = None, {}
-        if isinstance(attention_mask, dict):
-            masks = attention_mask
-        elif isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            if attention_mask.shape[1] < num_new:
-                raise ValueError(
-                    f"attention_mask has {attention_mask.shape[1]} columns, and needs one for each of the cached, "
-                    f"context and block positions (at least {num_new})."
-                )
-            key_valid_mask = attention_mask.bool()
-        elif attention_mask is not None:
-            masks = dict.fromkeys(self.config.layer_types or [], attention_mask)
-
+        masks, key_valid_mask = self._split_attention_mask(attention_mask, num_new)
         for layer, layer_type in zip(self.layers, self.config.layer_types or [], strict=True):
             hidden_states = layer(
                 hidden_states,
@@ -431,28 +427,52 @@ class DFlashBody(PreTrainedModel):
             hidden_states = hidden_states.masked_fill(~query_valid_mask[..., None], 0)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states.to(noise_embeds.dtype), cache=cache)
 
-    def _check_widths(self, noise_embeds: torch.Tensor, context_hidden_states: torch.Tensor) -> None:
-        config = self.config
-        wanted = self.fc.in_features
-        if noise_embeds.shape[-1] != config.hidden_size or context_hidden_states.shape[-1] != wanted:
+    def _split_attention_mask(
+        self, attention_mask: AttentionMask | dict[str, AttentionMask], num_new: int
+    ) -> tuple[dict[str, AttentionMask], torch.Tensor | None]:
+        """Return the masks by layer type, and the padding mask of the keys from which each layer builds its own."""
+        if isinstance(attention_mask, dict):
+            return attention_mask, None
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+            return dict.fromkeys(self.config.layer_types or [], attention_mask), None
+        if attention_mask.shape[1] < num_new:
             raise ValueError(
-                f"The draft {describe_target(config)} was trained for the target {config.target_name_or_path!r}: it "
-                f"takes embeddings of width {config.hidden_size} and {wanted} context values a token (layers "
-                f"{config.target_layer_ids}); the target in use gave {noise_embeds.shape[-1]} and "
+                f"attention_mask has {attention_mask.shape[1]} columns, but it needs one for each cached, context and "
+                f"block position, which are at least {num_new}. Pass a mask over all of them."
+            )
+        return {}, attention_mask.bool()
+
+    def _check_widths(self, noise_embeds: torch.Tensor, context_hidden_states: torch.Tensor) -> None:
+        """Refuse inputs whose widths are those of another target."""
+        config = self.config
+        context_width = self.fc.in_features
+        if noise_embeds.shape[-1] != config.hidden_size or context_hidden_states.shape[-1] != context_width:
+            raise ValueError(
+                f"The draft {describe_target(config)} was trained for the target {config.target_name_or_path!r}. It "
+                f"takes embeddings of width {config.hidden_size} and {context_width} context values per token (layers "
+                f"{config.target_layer_ids}), but the target in use gave {noise_embeds.shape[-1]} and "
                 f"{context_hidden_states.shape[-1]}. Use the draft with its own target."
             )
 
 
+class UntiedDraftError(NotImplementedError):
+    """
+    The target's embedding or head is needed, and the draft is not tied to a target.
+
+    It is a `NotImplementedError` because transformers expects one from `get_input_embeddings`.
+    """
+
+
 def embed_tokens(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """
-    Embed tokens as transformers does for a draft: the module as it is, without its `embed_norm` if it has one.
+    Embed tokens as transformers does for a draft: with the target's module, but without its `embed_norm`.
 
     Args:
-        embedding (`nn.Module`): the target's input embedding (scaling inside it is kept).
-        token_ids (`torch.LongTensor`): any shape.
+        embedding (`nn.Module`): The target's input embedding. Scaling inside it is applied.
+        token_ids (`torch.LongTensor`): Token ids in any shape.
 
     Returns:
-        `torch.FloatTensor`: shape of `token_ids` plus the width, in the embedding's dtype.
+        `torch.FloatTensor`: the shape of `token_ids` plus the width, in the embedding's dtype.
 
     Source: `DFlashTokenCandidateGenerator` of transformers.
     """
@@ -468,19 +488,18 @@ def embed_tokens(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
 
 def embedding_scale(embedding: nn.Module) -> float | None:
     """
-    The factor that an embedding module applies to its rows, as Gemma's does.
+    Find the factor that an embedding module applies to its vectors, as Gemma's does.
 
     Args:
-        embedding (`nn.Module`): the target's input embedding.
+        embedding (`nn.Module`): The target's input embedding.
 
     Returns:
-        `float`: 1.0 for a plain one; `None` where it cannot be told: rows that are quantised, offloaded, split over
-        ranks or all zero.
+        `float` or `None`: 1.0 without scaling, and `None` where the weights are quantised, offloaded, sharded or zero.
     """
     weight = embedding.weight
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
         return None
-    if hasattr(weight, "full_tensor"):  # split over ranks
+    if hasattr(weight, "full_tensor"):  # a DTensor, sharded over ranks
         return None
     known = getattr(embedding, "scalar_embed_scale", None)
     if known is not None:
@@ -494,49 +513,48 @@ def embedding_scale(embedding: nn.Module) -> float | None:
 
 def apply_head(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """
-    Apply a target's raw head in its own dtype.
+    Apply a target's language model head in the head's own dtype.
 
     Args:
-        head (`nn.Module`): the target's output embedding.
-        hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): outputs of the body.
+        head (`nn.Module`): The target's output embedding.
+        hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): Outputs of the body.
 
     Returns:
         `torch.FloatTensor` of shape `[..., vocab_size]`.
     """
-    if isinstance(head.weight, torch.Tensor) and head.weight.is_floating_point():  # not so in a quantised head
+    if isinstance(head.weight, torch.Tensor) and head.weight.is_floating_point():  # False for a quantised head
         hidden_states = hidden_states.to(head.weight.dtype)
     return head(hidden_states)
 
 
-def _split_again(module: Any) -> None:
-    """After a forward pass a module of FSDP2 may still hold gathered weights, which it will free some day."""
+def reshard(module: Any) -> None:
+    """Free the gathered weights that a module under FSDP2 (torch 2.13) may still hold after a forward pass."""
     if hasattr(module, "reshard"):
         module.reshard()
 
 
-def with_whole_weights(module: nn.Module) -> nn.Module:
+def unshard(module: nn.Module) -> nn.Module:
     """
-    A module of the target as it would be in one process.
+    Gather the weights of a module that FSDP2 or tensor parallelism has sharded over ranks.
 
-    The weights of a target that is split over ranks (FSDP2, tensor parallelism) are gathered, once, since they are
-    frozen; every rank must make this call at the same time.
+    The weights are frozen, so that gathering them once is enough. Every rank must make this call at the same time.
 
     Args:
-        module (`nn.Module`): embedding or head; unchanged.
+        module (`nn.Module`): Embedding or head of the target. It is not changed.
 
     Returns:
-        `nn.Module`: the module itself if its weights are whole, else a copy with whole weights and without the hooks
-        that gather or exchange parts of them.
+        `nn.Module`: the module itself if it is not sharded, else a copy with whole weights and without the hooks that
+        gather or exchange shards.
     """
-    _split_again(module)
+    reshard(module)
     parameters = dict(module.named_parameters(recurse=False))
     if not any(hasattr(parameter, "full_tensor") for parameter in parameters.values()):
         return module
-    # FSDP2 puts a class of its own in front of the module's
+    # FSDP2 of torch 2.13 replaces the class of a module by a subclass that has `reshard`.
     module_class: Any = next(kind for kind in type(module).__mro__ if not hasattr(kind, "reshard"))
     whole = module_class.__new__(module_class)
     whole.__dict__.update(module.__dict__)
-    whole.__dict__.pop("forward", None)  # tensor parallelism wraps it
+    whole.__dict__.pop("forward", None)  # Tensor parallelism of transformers 5.24 wraps `forward` on the instance.
     whole._forward_pre_hooks, whole._forward_hooks = OrderedDict(), OrderedDict()
     whole._modules = dict(module._modules)
     whole._parameters = {
@@ -551,10 +569,10 @@ def with_whole_weights(module: nn.Module) -> nn.Module:
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """
-    Name the values of a tensor: dtype, shape and SHA-256 of its bytes.
+    Identify the values of a tensor by its dtype, its shape and the SHA-256 of its bytes.
 
     Args:
-        tensor (`torch.Tensor`): any, on any device.
+        tensor (`torch.Tensor`): Any tensor, on any device.
 
     Returns:
         `str`
@@ -564,44 +582,17 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {hashlib.sha256(data).hexdigest()}"
 
 
-def weights_error(name_or_path: Any, problems: Mapping[str, Any]) -> ValueError:
-    """
-    The error of a file whose tensors are not the network's.
-
-    Args:
-        name_or_path (`str`): of the draft.
-        problems (`Mapping`): kind of fault to tensor names.
-
-    Returns:
-        `ValueError`: to be raised.
-    """
-    listed = "; ".join(f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in problems.items() if names)
-    return ValueError(
-        f"The weights in {str(name_or_path)!r} are not those of a DFlash draft of its configuration ({listed}). "
-        "No weight is made up; use the right file."
-    )
-
-
-@contextmanager
-def _errors_that_name(name_or_path: Any) -> Iterator[None]:
-    """Inside the context every error of a file is an `OSError` that names the draft."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(f"The weights in {str(name_or_path)!r} are damaged ({error}). Fetch them again.") from error
-    except OSError as error:
-        raise OSError(
-            f"The draft {str(name_or_path)!r} cannot be loaded: {' '.join(str(error).split())} Give the folder or the "
-            "Hub name of a draft."
-        ) from error
-
-
 class TargetModules:
     """
-    The target's embedding and head, held by a draft without being part of it.
+    The target's embedding and head, which a draft uses but does not own.
 
-    Modules of a live target stay where they are; modules read for the draft alone (`follow=True`) move to the device
-    of what they are applied to. Copying a draft does not copy its target.
+    Copying a draft does not copy them.
+
+    Args:
+        embedding (`nn.Module`): The input embedding.
+        head (`nn.Module`): The language model head.
+        name (`str`): The target's name in messages.
+        follow (`bool`): Whether they move to the device of the draft. Those of a live target stay where they are.
     """
 
     def __init__(self, embedding: nn.Module, head: nn.Module, name: str, *, follow: bool) -> None:
@@ -609,26 +600,55 @@ class TargetModules:
 
     @property
     def embedding_shape(self) -> tuple[int, int]:
-        """Rows and width of the embedding."""
-        rows, width = getattr(self.embedding.weight, "shape", (0, 0))
-        return rows, width
+        """`tuple[int, int]`: number and width of the embedding vectors."""
+        num_embeddings, width = getattr(self.embedding.weight, "shape", (0, 0))
+        return num_embeddings, width
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
         return self
 
     def to(self, device: torch.device) -> TargetModules:
+        """Move the modules to a device if they follow the draft."""
         if self.follow:
             self.embedding.to(device)
             self.head.to(device)
         return self
 
 
+def live_target_modules(target: PreTrainedModel) -> TargetModules:
+    """
+    Take embedding and head of a live target, without a copy.
+
+    Args:
+        target (`PreTrainedModel`): The target, with its language model head.
+
+    Returns:
+        [`TargetModules`]
+
+    Raises:
+        ValueError: The target has no head, or its embedding is offloaded.
+    """
+    if target.device.type == "meta":
+        raise ValueError(
+            f"The first weights of the target {describe_target(target)} are on the meta device: accelerate has "
+            "offloaded its embedding, or the target was built without weights. The embedding must be in memory. Give "
+            "it more memory in device_map."
+        )
+    head = target.get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"The target {describe_target(target)} has no language model head, which the draft shares. Load it with "
+            "AutoModelForCausalLM (or its multimodal counterpart), not with AutoModel."
+        )
+    return TargetModules(target.get_input_embeddings(), head, describe_target(target), follow=False)
+
+
 def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetModules, Any]:
     """
-    Load only the embedding and the head of a target checkpoint, frozen, in the checkpoint's dtype.
+    Load only the embedding and the head of a target checkpoint, frozen and in the checkpoint's dtype.
 
-    The target is built with zero decoder layers, so its own class says where they are and how they are tied or scaled.
-    From the Hub this downloads the weight files that hold them.
+    The target is built with zero decoder layers, so that its own class decides where they are and how they are tied or
+    scaled. From the Hub this downloads the weight files that hold them.
 
     Args:
         name_or_path (`str`): Hub name or folder of the target.
@@ -638,7 +658,7 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
         `tuple[TargetModules, PreTrainedConfig]`: the modules, and the target's full configuration.
 
     Raises:
-        UntiedDraftError: the target cannot be read; the message names it, the reason and the argument to change.
+        UntiedDraftError: The target cannot be read. The message gives its name, the reason and the argument to change.
     """
     try:
         full_config = AutoConfig.from_pretrained(name_or_path, **hub_kwargs)
@@ -648,7 +668,7 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
         is_causal_lm = type(config) in AutoModelForCausalLM._model_mapping
         auto_class = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
         verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # every decoder layer of the file is "unexpected" here, on purpose
+        logging.set_verbosity_error()  # Otherwise transformers lists every decoder layer of the file as unexpected.
         try:
             model = auto_class.from_pretrained(name_or_path, config=config, dtype="auto", **hub_kwargs)
         finally:
@@ -656,7 +676,7 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UntiedDraftError(
-            f"The target {name_or_path!r} cannot be read: {reason} The draft's own weights are fine; pass "
+            f"The target {name_or_path!r} cannot be read: {reason} The draft needs its embedding and head. Pass "
             "target=<folder, Hub name or model> to from_pretrained, or call draft.tie_target(...)."
         ) from error
     model.requires_grad_(False)
@@ -664,61 +684,51 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
     return TargetModules(embedding, head, repr(name_or_path), follow=True), full_config
 
 
-def _modules_of(target: PreTrainedModel) -> TargetModules:
-    """Embedding and head of a live target, as they are."""
-    if target.device.type == "meta":
-        raise ValueError(
-            f"The first weights of the target {describe_target(target)} are on the meta device: accelerate "
-            "offloaded even its embedding, or it was built without weights. Give it more memory in device_map."
-        )
-    head = target.get_output_embeddings()
-    if head is None:
-        raise ValueError(
-            f"The target {describe_target(target)} has no language model head. Load it with "
-            "AutoModelForCausalLM (or its multimodal counterpart), not AutoModel."
-        )
-    return TargetModules(target.get_input_embeddings(), head, describe_target(target), follow=False)
-
-
-def check_distributed_config(config: DFlashConfig, distributed_config: DistributedConfig) -> None:
+def pair_problems(config: DFlashConfig, modules: TargetModules, target_config: Any) -> Iterator[str]:
     """
-    Refuse a parallel layout that the draft cannot be split into, before anything is loaded.
+    Compare a draft's configuration with a target.
 
     Args:
-        config (`DFlashConfig`): of the draft.
-        distributed_config (`DistributedConfig`): the layout asked for.
+        config (`DFlashConfig`): The draft's configuration.
+        modules ([`TargetModules`]): The target's embedding and head.
+        target_config (`PreTrainedConfig`): The target's configuration.
 
-    Raises:
-        ValueError: the tensor-parallel size does not divide the heads and the MLP, or the layout splits what a draft
-            keeps whole; the message gives field, value and rule.
+    Yields:
+        `str`: a description of each property in which the two differ.
     """
-    for field, is_asked in (
-        ("enable_sequence_parallel=True", distributed_config.enable_sequence_parallel),
-        (f"pp_size={distributed_config.pp_size}", distributed_config.pp_size not in (None, 1)),
-    ):
-        if is_asked:
-            raise ValueError(
-                f"distributed_config has {field}: a draft is split by tensor parallelism only (tp_size). Leave it out."
-            )
-    tp_size = distributed_config.tp_size
-    sizes = {
-        name: getattr(config, name) for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
-    }
-    uneven = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % tp_size)
-    if uneven:
-        raise ValueError(
-            f"distributed_config has tp_size={tp_size}, which does not divide the draft's {uneven}. Use a divisor of "
-            f"{math.gcd(*sizes.values())}, the largest size that fits."
-        )
+    target_depth = target_config.get_text_config(decoder=True).num_hidden_layers
+    num_embeddings, embedding_width = modules.embedding_shape
+    head_width = getattr(modules.head, "in_features", embedding_width)
+    if not embedding_width == head_width == config.hidden_size:
+        yield f"width {config.hidden_size} against {embedding_width} (head {head_width})"
+    if num_embeddings != config.vocab_size:
+        yield f"vocabulary {config.vocab_size} against {num_embeddings} embedding rows"
+    if config.mask_token_id >= num_embeddings:
+        yield f"mask token {config.mask_token_id} outside {num_embeddings} embedding rows"
+    if config.target_num_hidden_layers not in (None, target_depth):
+        yield f"depth {config.target_num_hidden_layers} against {target_depth}"
+    if max(config.target_layer_ids or [0]) >= target_depth:
+        yield f"layers {config.target_layer_ids} in a target of {target_depth}"
+    if config.input_embedding_scale is not None:
+        expected, scale = config.input_embedding_scale, embedding_scale(modules.embedding)
+        if scale is not None and not math.isclose(scale, expected, rel_tol=0.01):
+            yield f"input_embedding_scale {expected:g} against {scale:g} in the target's embedding"
+    for name, checksum in (config.target_tensor_checksums or {}).items():
+        module = modules.embedding if name.startswith("embed") else modules.head
+        weight: Any = unshard(module).weight
+        if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
+            yield f"{name} of the draft's file cannot be compared with the target's quantised one"
+        elif tensor_checksum(weight.to(getattr(torch, checksum.split()[0]))) != checksum:
+            yield f"{name} of the draft's file is not the target's"
 
 
 class DFlashDraftModel(DFlashBody):
     """
-    A DFlash draft tied to its target: the body, with the target's frozen embedding and head at hand.
+    A DFlash draft tied to its target: the body, with access to the target's frozen embedding and head.
 
-    The target's modules are never saved, trained, moved or counted as parameters of the draft. Native generation
-    (`target.generate(..., assistant_model=draft, speculation_type="dflash")`) does not need the tie; training and
-    `compute_logits` do.
+    The target's modules are never saved, trained, moved or counted as parameters of the draft. Training and
+    `compute_logits` need the tie. Native generation
+    (`target.generate(..., assistant_model=draft, speculation_type="dflash")`) does not.
 
     Example:
 
@@ -740,18 +750,293 @@ class DFlashDraftModel(DFlashBody):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        # `object.__setattr__`: the target must not become a submodule
+        # `nn.Module.__setattr__` would make the target a submodule.
         object.__setattr__(self, "_target_modules", None)
-        object.__setattr__(self, "_target_source", None)
-        object.__setattr__(self, "_target_hub_kwargs", {})
+        self._set_target_source(None, {})
 
     def __getattr__(self, name: str) -> Any:
-        if name == "generation_config":  # asked for by classic assisted generation only
+        if name == "generation_config":  # In transformers 5.24 only classic assisted generation reads it.
             raise AttributeError(
-                "A DFlash draft cannot run classic assisted generation. Pass speculation_type='dflash': "
-                "target.generate(**inputs, assistant_model=draft, speculation_type='dflash')."
+                "A DFlash draft was passed to classic assisted generation, which it cannot run. Pass "
+                "speculation_type='dflash': target.generate(**inputs, assistant_model=draft, "
+                "speculation_type='dflash')."
             )
         return super().__getattr__(name)
+
+    @property
+    def is_tied(self) -> bool:
+        """`bool`: whether the target's embedding and head have been taken or loaded."""
+        return self._target_modules is not None
+
+    def tie_target(self, target: str | PreTrainedModel, **hub_kwargs: Any) -> None:
+        """
+        Share the frozen embedding and head of a target.
+
+        Args:
+            target (`str` or `PreTrainedModel`):
+                Hub name or folder, of which only embedding and head are read, or the live target. Nothing of a live
+                target is copied unless it is sharded over ranks, in which case embedding and head are gathered.
+            **hub_kwargs:
+                `revision`, `token`, `cache_dir`, `local_files_only` of the target.
+
+        Raises:
+            ValueError: The pair does not fit (width, vocabulary, chosen layers, mask token, copies of the target's
+                tensors in the draft's file), or the target's embedding is offloaded. The message names both models.
+            UntiedDraftError: The target cannot be read.
+        """
+        if isinstance(target, str):
+            modules, target_config = load_target_modules(target, **hub_kwargs)
+        else:
+            modules, target_config = live_target_modules(target), target.config
+            reshard(target)
+            modules.embedding, modules.head = unshard(modules.embedding), unshard(modules.head)
+        self._check_pair(modules, target_config)
+        object.__setattr__(self, "_target_modules", modules)
+        if self.config.target_name_or_path is None and target_config.name_or_path:
+            self.config.target_name_or_path = target_config.name_or_path
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """
+        Check that this draft fits a live target, without tying it.
+
+        Args:
+            target (`PreTrainedModel`): The target, with its language model head.
+
+        Raises:
+            ValueError: The pair does not fit (width, vocabulary, chosen layers, mask token). The message names both.
+        """
+        self._check_pair(live_target_modules(target), target.config)
+
+    def _check_pair(self, modules: TargetModules, target_config: Any) -> None:
+        """Refuse a target that does not fit, and complete the configuration with what only the target knows."""
+        config = self.config
+        problems = "; ".join(pair_problems(config, modules, target_config))
+        if problems:
+            raise ValueError(
+                f"The draft {describe_target(config)}, made for {config.target_name_or_path!r}, does not fit the "
+                f"target {modules.name}: {problems}. Use the draft with its own target."
+            )
+        if config.target_num_hidden_layers is None:
+            depth = target_config.get_text_config(decoder=True).num_hidden_layers
+            check_target_layer_ids(config.target_layer_ids or [], depth)
+            config.target_num_hidden_layers = depth
+        if config.input_embedding_scale is None:
+            scale = embedding_scale(modules.embedding)
+            if scale is not None and not math.isclose(scale, 1, rel_tol=0.01):
+                config.input_embedding_scale = scale
+        config.target_tensor_checksums = None  # They have served their purpose.
+
+    def _set_target_source(self, target: str | bool | None, hub_kwargs: dict[str, Any]) -> None:
+        """Remember where the target is to be loaded from on the first use of embedding or head."""
+        object.__setattr__(self, "_target_source", target)
+        object.__setattr__(self, "_target_hub_kwargs", hub_kwargs)
+
+    def _get_target_modules(self) -> TargetModules:
+        """Return the target's modules, and tie the draft first if necessary."""
+        if self._target_modules is None:
+            source = self._target_source
+            if source is None:
+                source = self.config.target_name_or_path
+            if not isinstance(source, str):
+                raise UntiedDraftError(
+                    f"The draft {describe_target(self.config)} is not tied to a target, so it has no embedding and no "
+                    "head. Call draft.tie_target(<model, folder or Hub name>), or load it with target=."
+                )
+            revision = self.config.target_revision if source == self.config.target_name_or_path else None
+            self.tie_target(source, revision=revision, **self._target_hub_kwargs)
+        return self._target_modules.to(self.device)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the target's input embedding. An untied draft is tied first, or raises `UntiedDraftError`."""
+        return self._get_target_modules().embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the target's language model head. An untied draft is tied first, or raises `UntiedDraftError`."""
+        return self._get_target_modules().head
+
+    @torch.no_grad()
+    def embed_blocks(self, anchor_token_ids: torch.Tensor) -> torch.Tensor:
+        """
+        Make the inputs of blocks: the anchor's embedding in slot 0 and the mask token's in all other slots.
+
+        Args:
+            anchor_token_ids (`torch.LongTensor` of shape `[batch, blocks]`): The tokens at the anchors.
+
+        Returns:
+            `torch.FloatTensor` of shape `[batch, blocks * block_size, hidden_size]`, in the target's dtype.
+
+        Raises:
+            UntiedDraftError: The draft is not tied and cannot be.
+        """
+        block_ids = anchor_token_ids.new_full(
+            (*anchor_token_ids.shape, self.config.block_size), self.config.mask_token_id
+        )
+        block_ids[..., 0] = anchor_token_ids
+        return embed_tokens(self.get_input_embeddings(), block_ids.flatten(1)).to(anchor_token_ids.device)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        Apply the target's head, without a soft-cap or a multiplier.
+
+        Args:
+            hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): Outputs of the body.
+
+        Returns:
+            `torch.FloatTensor` of shape `[..., vocab_size]`, in the head's dtype.
+
+        Raises:
+            UntiedDraftError: The draft is not tied and cannot be.
+        """
+        return apply_head(self.get_output_embeddings(), hidden_states)
+
+    @classmethod
+    def from_target(
+        cls, target: str | PreTrainedModel, *, dtype: torch.dtype = torch.float32, **config_kwargs: Any
+    ) -> DFlashDraftModel:
+        """
+        Create a draft with random weights for a target, and tie it.
+
+        Only embedding and head are read of a target that is given by name.
+
+        Args:
+            target (`str` or `PreTrainedModel`):
+                Hub name or folder of the target, or the live target, to whose device the draft is moved.
+            dtype (`torch.dtype`, defaults to `torch.float32`):
+                The dtype of the trainable weights. Train in fp32: in bf16 small updates of a norm weight near 1.0
+                round to nothing.
+            **config_kwargs:
+                Passed to [`DFlashConfig.from_target`].
+
+        Returns:
+            `DFlashDraftModel` in training mode.
+
+        Raises:
+            ValueError: No draft fits the target, or a value breaks its rule.
+            UntiedDraftError: The target cannot be read.
+        """
+        draft = cls(DFlashConfig.from_target(target, **config_kwargs))
+        for parameter in draft.parameters():
+            parameter.data = parameter.data.to(dtype)
+        if isinstance(target, str):
+            hub_kwargs = {name: config_kwargs[name] for name in TARGET_LOOK_UP if name in config_kwargs}
+            draft.tie_target(target, revision=draft.config.target_revision, **hub_kwargs)
+        else:  # a model, which may be wrapped by peft and then is no PreTrainedModel
+            draft.tie_target(target)
+            nn.Module.to(draft, target.device)
+        draft._scale_initial_logits()
+        return draft
+
+    @torch.no_grad()
+    def _scale_initial_logits(self) -> None:
+        """
+        Set the weight of the last norm so that the first logits have a standard deviation of about one.
+
+        The weights of a trained head are large. Behind a norm of weight 1 a new draft would start with confident and
+        wrong predictions, and a short training would spend much of its time on unlearning them.
+        """
+        head = self.get_output_embeddings()
+        weight = head.weight
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # False for a quantised head
+            if weight.device.type == "meta":  # offloaded: a hook of accelerate loads the weight for a forward pass
+                weight = head(torch.eye(weight.shape[1], dtype=weight.dtype)).t()
+            if not hasattr(weight, "device_mesh"):  # A sharded weight is never quantised.
+                weight = weight.dequantize()  # Quantised weights of torchao 0.18 report a floating-point dtype.
+            self.norm.weight.fill_(1 / weight.float().norm(dim=-1).mean().item())
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # `target` is a parameter of its own here.
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *model_args: Any,
+        target: str | bool | PreTrainedModel | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Load a draft of any producer. It is tied to its target on the first use of embedding or head.
+
+        Args:
+            pretrained_model_name_or_path (`str`):
+                Hub name or folder of the draft, in the format of this package, of serving engines and the reference
+                implementation, of speculators, or of transformers' own assistant class.
+            target (`str`, `PreTrainedModel` or `False`, *optional*):
+                By default the target named in the configuration. A name or folder replaces it, a live target is tied
+                at once, and `False` never looks for one. It also supplies what the draft's file may omit (depth and
+                vocabulary size of the target).
+            *model_args, **kwargs:
+                As in `PreTrainedModel.from_pretrained`, and any field of the configuration. `token`, `cache_dir` and
+                `local_files_only` also apply to the target, while `revision` is that of the draft only.
+
+        Returns:
+            `DFlashDraftModel` in evaluation mode, in the checkpoint's dtype unless `dtype` is given.
+
+        Raises:
+            OSError: The checkpoint does not exist, or its weights are damaged.
+            ValueError: The checkpoint is no DFlash draft; tensors are missing, unknown, of another shape or not
+                finite; the file lacks a value or contradicts itself; a live target does not fit; or the draft cannot
+                be split as `distributed_config` requires.
+        """
+        # `target` is not part of `kwargs`, which transformers 5.24 deep-copies, including a live model.
+        name = pretrained_model_name_or_path
+        returns_info = kwargs.pop("output_loading_info", False)
+        hub_kwargs = {key: kwargs[key] for key in DRAFT_LOOK_UP if key in kwargs}
+        with _errors_that_name(name):
+            source, kwargs = cls._resolve_checkpoint(name, target, hub_kwargs, kwargs)
+            loaded: Any = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
+        draft, info = loaded
+        _check_loaded_weights(name, draft, info)
+        if source is None and name is not None:  # A draft loaded from tensors has no name yet.
+            draft.config.name_or_path = draft.name_or_path = str(name)
+        if draft.dtype == torch.float16:
+            logger.warning(
+                f"The draft {str(name)!r} is in float16, in which the activations of a draft overflow, so that no "
+                "token is accepted. Load it with dtype=torch.bfloat16."
+            )
+        if target is not None and not isinstance(target, (str, bool)):
+            draft.tie_target(target)
+        else:
+            draft._set_target_source(target, {key: hub_kwargs[key] for key in TARGET_LOOK_UP if key in hub_kwargs})
+        return (draft, info) if returns_info else draft
+
+    @classmethod
+    def _resolve_checkpoint(
+        cls, name: Any, target: str | bool | PreTrainedModel | None, hub_kwargs: dict[str, Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """
+        Check a checkpoint before it is loaded, and translate it if another producer wrote it.
+
+        Returns the two arguments of `PreTrainedModel.from_pretrained`: the folder or Hub name, or `None` where
+        `state_dict` holds the translated tensors, and the keyword arguments.
+        """
+        if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
+            raise ValueError(
+                "tp_plan= or tp_size= was passed, which are deprecated in transformers. Pass "
+                "distributed_config=DistributedConfig(tp_size=...)."
+            )
+        kwargs = {**kwargs, "use_safetensors": True}
+        kwargs["ignore_mismatched_sizes"] = True  # `_check_loaded_weights` reports them with their names.
+        config, given = kwargs.get("config"), {}
+        if not isinstance(config, DFlashConfig):
+            given = {key: kwargs.pop(key) for key in DFlashConfig.field_names() & kwargs.keys()}
+        if distributed_config := kwargs.get("distributed_config"):
+            if isinstance(distributed_config, dict):
+                distributed_config = DistributedConfig.from_dict(distributed_config)
+            if not isinstance(config, DFlashConfig):
+                config = DFlashConfig.from_pretrained(config or name, **hub_kwargs, **given)
+            check_distributed_config(config, distributed_config)
+        if cls._checkpoint_reader is None or kwargs.get("state_dict") is not None:
+            return name, {**kwargs, **given}
+        if config is not None and not isinstance(config, DFlashConfig):
+            config = DFlashConfig.from_pretrained(config, **hub_kwargs, **given)
+        kwargs["config"], tensors = cls._checkpoint_reader(
+            name, config=copy.deepcopy(config), given=given, target=target, **hub_kwargs
+        )
+        return (name, kwargs) if tensors is None else (None, {**kwargs, "state_dict": tensors})
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # untyped wrapper in transformers
+        """Push the draft as `PreTrainedModel.push_to_hub` does. The installed package adds a model card."""
+        if self._hub_writer is None:
+            return super().push_to_hub(*args, **kwargs)
+        return self._hub_writer(self, *args, **kwargs)
 
     @classmethod
     def register_checkpoint_reader(cls, reader: CheckpointReader) -> None:
@@ -782,293 +1067,82 @@ class DFlashDraftModel(DFlashBody):
         """
         cls._hub_writer = staticmethod(writer)
 
-    @classmethod
-    def from_target(
-        cls, target: str | PreTrainedModel, *, dtype: torch.dtype = torch.float32, **config_kwargs: Any
-    ) -> DFlashDraftModel:
-        """
-        Make a new draft with random weights for a target, and tie it.
 
-        Of a target given by name only embedding and head are read.
+def check_distributed_config(config: DFlashConfig, distributed_config: DistributedConfig) -> None:
+    """
+    Refuse a parallel layout into which the draft cannot be split, before anything is loaded.
 
-        Args:
-            target (`str` or `PreTrainedModel`):
-                Hub name or folder of the target, or the live target; the draft goes to a live target's device.
-            dtype (`torch.dtype`, defaults to `torch.float32`):
-                Of the trainable weights. Keep fp32 for training: in bf16 a norm weight of 1.0 never moves.
-            **config_kwargs:
-                Passed to [`DFlashConfig.from_target`].
+    Args:
+        config (`DFlashConfig`): The draft's configuration.
+        distributed_config (`DistributedConfig`): The parallel layout.
 
-        Returns:
-            `DFlashDraftModel` in training mode.
-
-        Raises:
-            ValueError: no draft fits the target, or a value breaks its rule.
-            UntiedDraftError: the target cannot be read.
-        """
-        draft = cls(DFlashConfig.from_target(target, **config_kwargs))
-        for parameter in draft.parameters():
-            parameter.data = parameter.data.to(dtype)
-        if not isinstance(target, str):  # a `peft` wrapper is no PreTrainedModel
-            draft.tie_target(target)
-            nn.Module.to(draft, target.device)
-        else:
-            hub_kwargs = {name: config_kwargs[name] for name in TARGET_LOOK_UP if name in config_kwargs}
-            draft.tie_target(target, revision=draft.config.target_revision, **hub_kwargs)
-        draft._start_with_even_logits()
-        return draft
-
-    @torch.no_grad()
-    def _start_with_even_logits(self) -> None:
-        """
-        Scale the last norm so that the first logits have a standard deviation of about one.
-
-        A trained head is large: behind a norm of weight 1 a new draft starts out confident and wrong, and spends a
-        good part of a short training on forgetting that.
-        """
-        head = self.get_output_embeddings()
-        weight = head.weight
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # not so in a quantised head
-            if weight.device.type == "meta":  # offloaded; the hook of accelerate fetches it for a forward pass
-                weight = head(torch.eye(weight.shape[1], dtype=weight.dtype)).t()
-            if not hasattr(weight, "device_mesh"):  # a sharded weight is never quantised
-                weight = weight.dequantize()  # torchao's weights look like floating ones
-            self.norm.weight.fill_(1 / weight.float().norm(dim=-1).mean().item())
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]  # narrower on purpose: what differs is `target`
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *model_args: Any,
-        target: str | bool | PreTrainedModel | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """
-        Load a draft of any producer; the tie to its target happens on the first use of embedding or head.
-
-        Args:
-            pretrained_model_name_or_path (`str`):
-                Hub name or folder of the draft, in any layout: this package's, that of servers and of the reference,
-                speculators', or that of transformers' own assistant class.
-            target (`str`, `PreTrainedModel` or `False`, *optional*):
-                Default: the target named in the configuration. A name or folder replaces it; a live target is tied at
-                once; `False` never looks for one. It also tells what the draft's file may leave out (depth and
-                vocabulary of the target).
-            *model_args, **kwargs:
-                As in `PreTrainedModel.from_pretrained`, and any field of the configuration. `token`, `cache_dir` and
-                `local_files_only` also reach the look-up of the target; `revision` is the draft's own.
-
-        Returns:
-            `DFlashDraftModel` in evaluation mode, in the checkpoint's dtype unless `dtype` is given.
-
-        Raises:
-            OSError: nothing is there, or the weights are damaged.
-            ValueError: no DFlash draft; tensors are missing, unknown, of another shape or not finite; the file lacks a
-                value or contradicts itself; a live target does not fit; or the draft cannot be split as
-                `distributed_config` asks.
-        """
-        # `target` stays out of `kwargs`: transformers deep-copies what it is given, a live model as well.
-        wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["ignore_mismatched_sizes"] = True  # reported below, with names
-        kwargs["use_safetensors"] = True
-        name: Any = pretrained_model_name_or_path
-        hub_kwargs = {key: kwargs[key] for key in DRAFT_LOOK_UP if key in kwargs}
-        with _errors_that_name(pretrained_model_name_or_path):
-            if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
-                raise ValueError(
-                    "tp_plan= and tp_size= are deprecated in transformers. Pass "
-                    "distributed_config=DistributedConfig(tp_size=...)."
-                )
-            config, given = kwargs.get("config"), {}
-            if not isinstance(config, DFlashConfig):
-                given = {key: kwargs.pop(key) for key in DFlashConfig.field_names() & kwargs.keys()}
-            if distributed_config := kwargs.get("distributed_config"):
-                if isinstance(distributed_config, dict):
-                    distributed_config = DistributedConfig.from_dict(distributed_config)
-                if not isinstance(config, DFlashConfig):
-                    config = DFlashConfig.from_pretrained(config or name, **hub_kwargs, **given)
-                check_distributed_config(config, distributed_config)
-            if cls._checkpoint_reader is not None and kwargs.get("state_dict") is None:
-                if config is not None and not isinstance(config, DFlashConfig):
-                    config = DFlashConfig.from_pretrained(config, **hub_kwargs, **given)
-                kwargs["config"], tensors = cls._checkpoint_reader(
-                    name, config=copy.deepcopy(config), given=given, target=target, **hub_kwargs
-                )
-                if tensors is not None:
-                    name, kwargs["state_dict"] = None, tensors
-            else:
-                kwargs.update(given)
-            loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
-            draft, info = loaded
-        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-        problems = {kind.replace("_", " "): info[kind] for kind in kinds}
-        problems["not finite"] = {
-            key for key, value in draft.named_parameters() if not value.is_meta and not value.isfinite().all()
-        }
-        if any(problems.values()):
-            raise weights_error(pretrained_model_name_or_path, problems)
-        if name is None and pretrained_model_name_or_path is not None:  # loaded from tensors, which have no name
-            draft.config.name_or_path = draft.name_or_path = str(pretrained_model_name_or_path)
-        if draft.dtype == torch.float16:
-            logger.warning(
-                f"The draft {str(pretrained_model_name_or_path)!r} is in float16, in which the activations of a draft "
-                "overflow and nothing is accepted. Load it with dtype=torch.bfloat16."
-            )
-        if target is not None and not isinstance(target, (str, bool)):
-            draft.tie_target(target)
-        else:
-            draft._set_target_source(target, {key: hub_kwargs[key] for key in TARGET_LOOK_UP if key in hub_kwargs})
-        return (draft, info) if wants_info else draft
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # theirs is a wrapper without signature
-        """As in `PreTrainedModel.push_to_hub`; with the package installed the card is that of a draft."""
-        if self._hub_writer is None:
-            return super().push_to_hub(*args, **kwargs)
-        return self._hub_writer(self, *args, **kwargs)
-
-    def _set_target_source(self, target: str | bool | None, hub_kwargs: dict[str, Any]) -> None:
-        object.__setattr__(self, "_target_source", target)
-        object.__setattr__(self, "_target_hub_kwargs", hub_kwargs)
-
-    @property
-    def is_tied(self) -> bool:
-        """`bool`: whether the target's embedding and head are at hand already."""
-        return self._target_modules is not None
-
-    def tie_target(self, target: str | PreTrainedModel, **hub_kwargs: Any) -> None:
-        """
-        Share the frozen embedding and head of a target.
-
-        Args:
-            target (`str` or `PreTrainedModel`):
-                Hub name or folder (only embedding and head are read), or the live target (nothing is copied, unless
-                it is split over ranks: embedding and head are then gathered).
-            **hub_kwargs:
-                `revision`, `token`, `cache_dir`, `local_files_only` of the target.
-
-        Raises:
-            ValueError: the pair does not fit (width, vocabulary, tapped layers, mask token, copies of the target's
-                tensors in the draft's file); both names are given. Or the target's embedding is offloaded.
-            UntiedDraftError: the target cannot be read.
-        """
-        if isinstance(target, str):
-            modules, target_config = load_target_modules(target, **hub_kwargs)
-        else:
-            modules = _modules_of(target)
-            _split_again(target)
-            modules.embedding, modules.head = with_whole_weights(modules.embedding), with_whole_weights(modules.head)
-            target_config = target.config
-        self._check_pair(modules, target_config)
-        object.__setattr__(self, "_target_modules", modules)
-        if self.config.target_name_or_path is None and target_config.name_or_path:
-            self.config.target_name_or_path = target_config.name_or_path
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        """
-        Check that a live target is one that this draft fits, without tying to it.
-
-        Args:
-            target (`PreTrainedModel`): with its language model head.
-
-        Raises:
-            ValueError: the pair does not fit (width, vocabulary, tapped layers, mask token); both names are given.
-        """
-        self._check_pair(_modules_of(target), target.config)
-
-    def _check_pair(self, modules: TargetModules, target_config: Any) -> None:
-        config, text = self.config, target_config.get_text_config(decoder=True)
-        num_embeddings, embedding_width = modules.embedding_shape
-        head_width = getattr(modules.head, "in_features", embedding_width)
-        problems = []
-        if not embedding_width == head_width == config.hidden_size:
-            problems.append(f"width {config.hidden_size} against {embedding_width} (head {head_width})")
-        if num_embeddings != config.vocab_size:
-            problems.append(f"vocabulary {config.vocab_size} against {num_embeddings} embedding rows")
-        if config.mask_token_id >= num_embeddings:
-            problems.append(f"mask token {config.mask_token_id} outside {num_embeddings} embedding rows")
-        depth = config.target_num_hidden_layers
-        if depth is not None and text.num_hidden_layers != depth:
-            problems.append(f"depth {depth} against {text.num_hidden_layers}")
-        if max(config.target_layer_ids or [0]) >= text.num_hidden_layers:
-            problems.append(f"layers {config.target_layer_ids} in a target of {text.num_hidden_layers}")
-        scale, expected = embedding_scale(modules.embedding), config.input_embedding_scale
-        if scale is not None and expected is not None and not math.isclose(scale, expected, rel_tol=0.01):
-            problems.append(f"input_embedding_scale {expected:g} against {scale:g} in the target's embedding")
-        for name, checksum in (config.target_tensor_checksums or {}).items():
-            module = modules.embedding if name.startswith("embed") else modules.head
-            weight: Any = with_whole_weights(module).weight
-            if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
-                problems.append(f"{name} of the draft's file cannot be compared with the target's quantised one")
-            elif tensor_checksum(weight.to(getattr(torch, checksum.split()[0]))) != checksum:
-                problems.append(f"{name} of the draft's file is not the target's")
-        if problems:
+    Raises:
+        ValueError: The tensor-parallel size does not divide the heads and the MLP, or the layout uses a kind of
+            parallelism other than tensor parallelism. The message gives field, value and rule.
+    """
+    for field, is_set in (
+        ("enable_sequence_parallel=True", distributed_config.enable_sequence_parallel),
+        (f"pp_size={distributed_config.pp_size}", distributed_config.pp_size not in (None, 1)),
+    ):
+        if is_set:
             raise ValueError(
-                f"The draft {describe_target(config)}, made for {config.target_name_or_path!r}, does not fit the "
-                f"target {modules.name}: {'; '.join(problems)}. Use the draft with its own target."
+                f"distributed_config has {field}, but a draft is split by tensor parallelism only (tp_size). Leave it "
+                "out."
             )
-        if depth is None:
-            check_target_layer_ids(config.target_layer_ids or [], text.num_hidden_layers)
-            config.target_num_hidden_layers = text.num_hidden_layers
-        if expected is None and scale is not None and not math.isclose(scale, 1, rel_tol=0.01):
-            config.input_embedding_scale = scale
-        config.target_tensor_checksums = None  # compared
-
-    def _tied(self) -> TargetModules:
-        if self._target_modules is None:
-            source = self._target_source
-            if source is None:
-                source = self.config.target_name_or_path
-            if not isinstance(source, str):
-                raise UntiedDraftError(
-                    f"The draft {describe_target(self.config)} is not tied to a target, so it has no embedding and no "
-                    "head. Call draft.tie_target(<model, folder or Hub name>), or load it with target=."
-                )
-            revision = self.config.target_revision if source == self.config.target_name_or_path else None
-            self.tie_target(source, revision=revision, **self._target_hub_kwargs)
-        return self._target_modules.to(self.device)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The target's input embedding module; ties if need be, raises `UntiedDraftError` if it cannot."""
-        return self._tied().embedding
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The target's language model head module; ties if need be, raises `UntiedDraftError` if it cannot."""
-        return self._tied().head
-
-    @torch.no_grad()
-    def embed_blocks(self, anchor_token_ids: torch.Tensor) -> torch.Tensor:
-        """
-        Inputs of whole blocks: the anchor's embedding in slot 0, the mask token's in all others.
-
-        Args:
-            anchor_token_ids (`torch.LongTensor` of shape `[rows, blocks]`): the real tokens at the anchors.
-
-        Returns:
-            `torch.FloatTensor` of shape `[rows, blocks * block_size, hidden_size]`, in the target's dtype.
-
-        Raises:
-            UntiedDraftError: the draft is not tied and cannot be.
-        """
-        block_ids = anchor_token_ids.new_full(
-            (*anchor_token_ids.shape, self.config.block_size), self.config.mask_token_id
+    tp_size = distributed_config.tp_size
+    sizes = {
+        name: getattr(config, name) for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+    }
+    uneven = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % tp_size)
+    if uneven:
+        raise ValueError(
+            f"distributed_config has tp_size={tp_size}, which does not divide the draft's {uneven}. Use a divisor of "
+            f"{math.gcd(*sizes.values())}, the largest size that fits."
         )
-        block_ids[..., 0] = anchor_token_ids
-        return embed_tokens(self.get_input_embeddings(), block_ids.flatten(1)).to(anchor_token_ids.device)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """
-        Apply the target's raw head: no soft-cap, no multiplier.
 
-        Args:
-            hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): outputs of the body.
+def _check_loaded_weights(name_or_path: Any, draft: DFlashDraftModel, info: Mapping[str, Any]) -> None:
+    """Refuse a draft whose file lacks tensors, has other ones, or holds values that are not finite."""
+    problems = {kind.replace("_", " "): info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    problems["not finite"] = {
+        name for name, value in draft.named_parameters() if not value.is_meta and not value.isfinite().all()
+    }
+    if any(problems.values()):
+        raise weights_error(name_or_path, problems)
 
-        Returns:
-            `torch.FloatTensor` of shape `[..., vocab_size]`, in the head's dtype.
 
-        Raises:
-            UntiedDraftError: the draft is not tied and cannot be.
-        """
-        return apply_head(self.get_output_embeddings(), hidden_states)
+def weights_error(name_or_path: Any, problems: Mapping[str, Any]) -> ValueError:
+    """
+    Make the error of a checkpoint whose tensors are not those of the network.
+
+    Args:
+        name_or_path (`str`): Folder or Hub name of the draft.
+        problems (`Mapping`): The tensor names under each kind of fault.
+
+    Returns:
+        `ValueError`: the error, which the caller raises.
+    """
+    listed = "; ".join(f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in problems.items() if names)
+    return ValueError(
+        f"The weights in {str(name_or_path)!r} are not those of a DFlash draft of its configuration ({listed}). Every "
+        "tensor must be in the file and none is initialised at random. Use the right file."
+    )
+
+
+@contextmanager
+def _errors_that_name(name_or_path: Any) -> Iterator[None]:
+    """Turn every error of a file inside the context into an `OSError` that names the draft."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(
+            f"The weights in {str(name_or_path)!r} are damaged ({error}). Download or copy them again."
+        ) from error
+    except OSError as error:
+        raise OSError(
+            f"The draft {str(name_or_path)!r} cannot be loaded: {' '.join(str(error).split())} Give the folder or the "
+            "Hub name of a draft."
+        ) from error
 
 
 __all__ = ["DFlashBody", "DFlashDraftModel", "UntiedDraftError"]
