@@ -7,7 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from dflash_hf.benchmarks.training_step import PHASES, StepShapes, measure_steps
+from dflash_hf.benchmarks.shapes import PHASES, StepShapes
+from dflash_hf.benchmarks.training_step import measure_steps
 from dflash_hf.cli import app
 
 TINY = {

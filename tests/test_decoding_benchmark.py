@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.benchmarks import decoding as decoding_benchmark
-from dflash_hf.benchmarks.decoding import BenchmarkSettings, DecodingBenchmark, ReferenceDecoder
+from dflash_hf.benchmarks.decoding import DecodingBenchmark, ReferenceDecoder
 from dflash_hf.benchmarks.decoding_results import DecodingRun, Method, summarize_runs
+from dflash_hf.benchmarks.decoding_settings import BenchmarkSettings
 from dflash_hf.cli import app
 from dflash_hf.cli.bench_decode import tables
 

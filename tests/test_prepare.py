@@ -19,8 +19,9 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.data import prepared_folder
 from dflash_hf.data.chat_template import TemplateError
 from dflash_hf.data.labels import SupervisedRow, read_row
-from dflash_hf.data.prepare import PreparationSettings, prepare_for_training
+from dflash_hf.data.prepare import prepare_for_training
 from dflash_hf.data.prompt_check import check_prefix
+from dflash_hf.data.settings import PreparationSettings
 from dflash_hf.target.loading import TargetText
 
 THOUGHT = "<think>\nhm\n</think>\n\nIt is 4."

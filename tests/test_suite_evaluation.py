@@ -16,7 +16,8 @@ from dflash_hf.data.prompts import Conversation
 from dflash_hf.evaluation.output import SuiteJournal, model_digest
 from dflash_hf.evaluation.prompt_sets import PromptSet
 from dflash_hf.evaluation.results import Setting
-from dflash_hf.evaluation.suite import SuiteEvaluation, SuiteSettings
+from dflash_hf.evaluation.settings import SuiteSettings
+from dflash_hf.evaluation.suite import SuiteEvaluation
 
 THINKING_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"

@@ -22,72 +22,9 @@ from ..blocks.losses import decay_weights, default_loss_decay
 from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
 from ..model.modeling_dflash import DFlashDraftModel
 from ..target.hidden_states import target_hidden_states
+from .shapes import PHASES, StepShapes
 
-PHASES = ("target", "forward", "loss", "backward", "optimizer")
 STAND_IN_LAYERS = 8  # of a target that only gives embedding and head
-
-
-@dataclass(frozen=True)
-class StepShapes:
-    """
-    Shapes of a training step; the defaults are those of SmolLM2-135M with a draft of three layers.
-
-    Args:
-        rows, length, anchors (`int`): rows a step, tokens a row, blocks a row.
-        documents (`int`): equally long documents packed into each row.
-        block_size, layers, num_target_layers (`int`): of the draft.
-        hidden_size, intermediate_size, heads, kv_heads, head_dim, vocab_size (`int`): of target and draft.
-        target_layers (`int`): depth of the target; 0 takes random hidden states instead of running one.
-    """
-
-    rows: int = 4
-    length: int = 384
-    anchors: int = 64
-    documents: int = 1
-    block_size: int = 16
-    layers: int = 3
-    num_target_layers: int = 5
-    hidden_size: int = 576
-    intermediate_size: int = 1536
-    heads: int = 9
-    kv_heads: int = 3
-    head_dim: int = 64
-    vocab_size: int = 49152
-    target_layers: int = 30
-
-    @property
-    def matrix_flops(self) -> float:
-        """Floating-point operations of the draft's and head's matrix products in a step, forward and backward."""
-        context, slots = self.rows * self.length, self.rows * self.anchors * self.block_size
-        head_width, key_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        slot_weights = self.hidden_size * (2 * head_width + 2 * key_width + 3 * self.intermediate_size)
-        context_weights = self.hidden_size * 2 * key_width
-        keys = self.length / self.documents / 2 + self.block_size
-        multiplications = (
-            self.layers * (slots * slot_weights + context * context_weights + 2 * slots * keys * head_width)
-            + context * self.num_target_layers * self.hidden_size**2
-        )
-        supervised = slots * (self.block_size - 1) / self.block_size
-        # forward and two products in backward; the frozen head has forward and one
-        return 2 * (3 * multiplications + 2 * supervised * self.vocab_size * self.hidden_size)
-
-
-SHAPES = {
-    "smollm2-135m": StepShapes(),
-    "qwen3-8b": StepShapes(
-        rows=4,
-        length=3072,
-        anchors=512,
-        layers=5,
-        hidden_size=4096,
-        intermediate_size=12288,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        target_layers=0,
-    ),
-}
 
 
 @dataclass

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..benchmarks.training_step import PHASES, SHAPES, StepMeasurement, StepShapes, measure_steps
+from ..benchmarks.shapes import PHASES, SHAPES, StepShapes
+from ..benchmarks.training_step import StepMeasurement, measure_steps
 from .bench_decode import decode
 from .bench_regenerate import regenerate
 

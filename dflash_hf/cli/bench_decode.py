@@ -17,8 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers.utils import logging
 
-from ..benchmarks.decoding import BenchmarkSettings, DecodingBenchmark
+from ..benchmarks.decoding import DecodingBenchmark
 from ..benchmarks.decoding_results import DecodingRun, DecodingSummary, summarize_runs
+from ..benchmarks.decoding_settings import BenchmarkSettings
 from ..data.prompts import read_prompts
 from ..model.modeling_dflash import DFlashDraftModel
 from ..provenance import environment

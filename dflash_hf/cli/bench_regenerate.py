@@ -14,7 +14,8 @@ from rich.table import Table
 
 from ..benchmarks.regeneration import AnsweringMeasurement, measure_answers, share_of_same, warm_up
 from ..data.prompts import read_prompts
-from ..regeneration.local import BATCH_SIZE, LocalEngine
+from ..regeneration.defaults import BATCH_SIZE
+from ..regeneration.local import LocalEngine
 from ..regeneration.requests import Sampling, TurnRequest
 from ..target.loading import load_target
 

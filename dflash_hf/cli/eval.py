@@ -18,7 +18,8 @@ from transformers.utils import logging
 from ..evaluation.output import SuiteJournal, SuiteOutput, collect, suite_settings
 from ..evaluation.prompt_sets import load_prompt_sets
 from ..evaluation.report import CONTENTION, terminal_table
-from ..evaluation.suite import THINKING, Batch, SuiteEvaluation, SuiteSettings
+from ..evaluation.settings import THINKING, SuiteSettings
+from ..evaluation.suite import Batch, SuiteEvaluation
 from ..hub.model_card import CARD_NAME, write_suite_card
 from ..model.modeling_dflash import DFlashDraftModel
 from ..provenance import environment, target_label

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..data.loading import load_rows
-from ..data.prepare import PreparationSettings, prepare_for_training
+from ..data.prepare import prepare_for_training
 from ..data.prepared_folder import (
     EVALUATION_SPLIT,
     MISMATCHES,
@@ -26,6 +26,7 @@ from ..data.prepared_folder import (
     make_report,
     write_folder,
 )
+from ..data.settings import PreparationSettings
 from ..target.loading import read_target
 from .options import json_object
 

@@ -14,11 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..data.loading import load_rows
 from ..data.prompts import check_columns, draw_rows
-from ..regeneration.local import BATCH_SIZE, LocalEngine
+from ..regeneration.defaults import BATCH_SIZE, FORMATS, ROWS_PER_SHARD
+from ..regeneration.local import LocalEngine
 from ..regeneration.requests import AnswerEngine, Sampling
 from ..regeneration.run import RegenerationProgress, RegenerationSettings, regenerate_rows
 from ..regeneration.server import CONCURRENCY, TIMEOUT_S, ServerEngine
-from ..regeneration.shards import FAILED, FORMATS, ROWS_PER_SHARD, RowShards
+from ..regeneration.shards import FAILED, RowShards
 from ..target.demo import DEMO_TARGET, prepare_demo_target
 from ..target.loading import load_target, load_target_config
 from .options import json_object

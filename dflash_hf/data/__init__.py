@@ -1,7 +1,6 @@
 """Training rows: chat templates, labels, packing, preparation and inspection."""
 
 from .dataset import (
-    MAX_LENGTH,
     PREPARED_COLUMNS,
     TOO_LONG,
     UNSUPERVISED,
@@ -13,6 +12,7 @@ from .dataset import (
     prepare_row,
     prepare_rows,
 )
+from .settings import MAX_LENGTH
 
 __all__ = [
     "MAX_LENGTH",

@@ -24,7 +24,6 @@ from .packing import PACKING_WINDOW, pack_rows, pack_stream
 logger = logging.get_logger(__name__)
 
 PREPARED_COLUMNS = ("input_ids", "supervised_mask", "sample_id", "segment_ids")
-MAX_LENGTH = 2048  # tokens of a row, unless told otherwise
 NO_DOCUMENT = -1  # segment id of padding
 
 TOO_LONG = "longer than max_length, with nothing supervised left"

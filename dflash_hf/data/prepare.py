@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from ..blocks.plan import MAX_SAMPLE_ID
 from ..target.loading import TargetText
 from .chat_template import TemplateError, without_nulls
-from .dataset import MAX_LENGTH, TOO_LONG, UNSUPERVISED, content_id
+from .dataset import TOO_LONG, UNSUPERVISED, content_id
 from .labels import SupervisedRow, answers_without_loss, conversation_of, read_row, split_turns
 from .prompt_check import PrefixMismatch, check_prefix
+from .settings import PreparationSettings
 
 HASH_BITS = 60
 
@@ -95,8 +96,6 @@ MISMATCHED = "with another prompt than the chat template's"
 REPEATED = "with the prompt of an earlier row"
 IDENTICAL = "equal to an earlier row"
 
-TRUNCATIONS = ("cut", "drop")
-MISMATCH_POLICIES = ("keep", "drop", "error")
 
 _FEATURES = datasets.Features(
     {
@@ -115,61 +114,6 @@ _FEATURES = datasets.Features(
     }
 )
 _OUTPUT_COLUMNS = ("input_ids", "supervised_mask", "sample_id", "length")
-
-
-@dataclass(frozen=True)
-class PreparationSettings:
-    """
-    How rows are prepared.
-
-    Args:
-        max_length (`int`, defaults to 2048):
-            Longest row in tokens.
-        truncation (`str`, defaults to `"cut"`):
-            What becomes of longer rows: `"cut"` at the end, or `"drop"`.
-        block_size (`int`, *optional*):
-            Drop rows that have no room for a whole block of this many tokens with a supervised token behind its
-            anchor. None keeps rows with anything supervised: training also uses blocks that the end of a row cuts.
-        on_mismatch (`str`, defaults to `"keep"`):
-            What becomes of rows whose prompt is not the one that the chat template gives: `"keep"`, `"drop"`, or
-            `"error"`, which ends the whole preparation.
-        split_turns (`bool`, defaults to `False`):
-            Give answers that the template renders otherwise once the conversation goes on rows of their own.
-        keep_repeats (`bool`, defaults to `False`):
-            Keep several rows of one prompt, for instance several answers drawn for it. Equal rows are never kept.
-        eval_rows (`int` or `float`, defaults to 0):
-            Held-out rows: a share below 1, or at least this many.
-        seed (`int`, defaults to 0):
-            Of the choice of held-out prompts.
-        chat_template_kwargs (`Mapping`):
-            For every row; those of a row come first.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-
-    max_length: int = MAX_LENGTH
-    truncation: str = "cut"
-    block_size: int | None = None
-    on_mismatch: str = "keep"
-    split_turns: bool = False
-    keep_repeats: bool = False
-    eval_rows: float = 0
-    seed: int = 0
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("max_length", self.max_length, 2), ("block_size", self.block_size, 2)):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}.")
-        if self.block_size is not None and self.block_size > self.max_length:
-            raise ValueError(f"block_size={self.block_size} must be at most max_length={self.max_length}.")
-        if self.truncation not in TRUNCATIONS:
-            raise ValueError(f"truncation={self.truncation!r} must be one of {', '.join(TRUNCATIONS)}.")
-        if self.on_mismatch not in MISMATCH_POLICIES:
-            raise ValueError(f"on_mismatch={self.on_mismatch!r} must be one of {', '.join(MISMATCH_POLICIES)}.")
-        if self.eval_rows < 0 or (self.eval_rows >= 1 and self.eval_rows != int(self.eval_rows)):
-            raise ValueError(f"eval_rows={self.eval_rows} must be a share below 1, or a whole number of rows.")
 
 
 @dataclass(frozen=True)

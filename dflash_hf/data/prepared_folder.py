@@ -18,7 +18,8 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from ..target.loading import TargetText
-from .prepare import PreparationSettings, PreparedRows
+from .prepare import PreparedRows
+from .settings import PreparationSettings
 
 REPORT, MISMATCHES = "report.json", "mismatches.jsonl"
 EVALUATION_SPLIT = "validation"

@@ -20,7 +20,8 @@ from ..provenance import target_label
 from .card_section import MeasuredSuite, SuiteRow
 from .report import CONTENTION, DEFINITIONS, MEAN_LABEL, draw_pictures, markdown_report
 from .results import AnswerPair, MacroMean, SetResult, macro_means, summarize_all
-from .suite import SuiteEvaluation, SuiteSettings
+from .settings import SuiteSettings
+from .suite import SuiteEvaluation
 
 JOURNALS = "answers-*.jsonl"  # one a process
 SAMPLED_VALUES = 1024

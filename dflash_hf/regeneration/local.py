@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
 from .continuous_batching import SlotDecoder, why_not_slots
+from .defaults import BATCH_SIZE
 from .requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
 from .sampling import AnswerRules, DrawnToken, Draws, Prompt
 
@@ -86,7 +87,6 @@ class PaddedDecoder:
 
 logger = logging.get_logger(__name__)
 
-BATCH_SIZE = 64
 WINDOW_BATCHES = 4  # requests read ahead and sorted by length, in batches
 # what a chat template raises by itself, and what its expressions raise for messages of a form it does not expect
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from transformers.utils import logging
 
+from .defaults import CONCURRENCY, TIMEOUT_S
 from .requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
 from .server_calls import (
     BackgroundLoop,
@@ -29,7 +30,6 @@ from .server_calls import (
 
 logger = logging.get_logger(__name__)
 
-CONCURRENCY, TIMEOUT_S = 32, 600.0
 GIVE_UP_AFTER = 8  # failures without an answer between them
 LONGEST_WAIT_S = 30.0  # between two tries, unless the server asks for more
 CHECK_TIMEOUT_S = 30.0  # a list of models takes no generation

@@ -19,6 +19,7 @@ from huggingface_hub import DatasetCardData
 
 from ..files import JOURNAL, LOCK, SETTINGS, append_line, lock_folder, partial_path, replace_file
 from ..provenance import target_label
+from .defaults import FORMATS, ROWS_PER_SHARD
 
 ROW_FEATURES = datasets.Features(
     {
@@ -47,8 +48,6 @@ ROW_FEATURES = datasets.Features(
         },
     }
 )
-FORMATS = ("parquet", "jsonl")
-ROWS_PER_SHARD = 1000
 CARD, FAILED = "README.md", "failed.jsonl"
 _CARD_TEXT = """
 # Answers of {target}

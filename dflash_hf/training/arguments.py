@@ -10,7 +10,7 @@ import torch
 from transformers import TrainingArguments
 
 from ..blocks.losses import LossTerms
-from ..data.dataset import MAX_LENGTH
+from ..data.settings import MAX_LENGTH
 
 DEFAULT_LEARNING_RATES = {True: 2e-3, False: 6e-4}  # by use_muon
 
