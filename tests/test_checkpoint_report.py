@@ -10,8 +10,8 @@ from foreign_checkpoints import ARGUMENTS, PRODUCERS, Z_LAB, network, write_chec
 from safetensors.torch import save_file
 
 from dflash_hf import save_in_layout
+from dflash_hf.checkpoints import LAYOUTS
 from dflash_hf.checkpoints.compatibility import READERS, check_checkpoint
-from dflash_hf.checkpoints.read_layouts import LAYOUTS
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
 import re
 import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -16,9 +19,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.cli.train import parse_arguments
+from dflash_hf.cli.train import DraftAndDataArguments, parse_arguments
 from dflash_hf.cli.training_run import run_training
 from dflash_hf.target import demo
+from dflash_hf.training.block_arguments import BlockTrainingArguments
 
 QUICK = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--draft_layers", "1",
          "--num_target_layers", "2", "--block_size", "4", "--learning_rate", "1e-3"]  # fmt: skip
@@ -111,8 +115,39 @@ def test_ctrl_c_keeps_a_checkpoint_that_training_continues_from(target, tmp_path
 def test_help_lists_every_argument(run):
     assert "demo" in run("--help")[1]
     stdout = run("train", "--help")[1]
-    for name in ("--target", "--dataset", "--anchors_per_sample", "--use_muon", "--learning_rate"):
-        assert name in stdout
+    own = [item.name for kind in (DraftAndDataArguments, BlockTrainingArguments) for item in dataclasses.fields(kind)]
+    for name in own:
+        assert f"--{name.replace('_', '-')} " in stdout
+    everything = run("train", "--help-all")[1]
+    for name in [*own, *DFlashTrainingArguments.__dataclass_fields__]:
+        assert f"--{name.replace('_', '-')} " in everything or f"--{name} " in everything
+
+
+HELP_WITHOUT_TORCH = """
+import sys
+sys.argv = ["dflash-hf"]
+from dflash_hf.cli import app
+import typer
+heavy = {"torch", "transformers", "datasets", "accelerate", "numpy"}
+def show(command, words):
+    for name, each in getattr(command, "commands", {}).items():
+        show(each, [*words, name])
+    try:
+        typer.main.get_command(app).main([*words, "--help"], prog_name="dflash-hf")
+    except SystemExit as end:
+        assert end.code == 0
+    assert not heavy & {*sys.modules}, (words, heavy & {*sys.modules})
+    print("shown:", *words)
+show(typer.main.get_command(app), [])
+"""
+
+
+def test_no_help_text_imports_torch():
+    result = subprocess.run([sys.executable, "-c", HELP_WITHOUT_TORCH], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    shown = [line for line in result.stdout.splitlines() if line.startswith("shown:")]
+    assert {"shown:", "shown: train", "shown: demo", "shown: bench decode", "shown: doctor"} <= set(shown)
+    assert len(shown) == 18  # the list, its 14 commands, and the 3 of `bench`
 
 
 @pytest.mark.parametrize(

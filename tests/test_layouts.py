@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModel, Gemma3ForCausalLM, Gemma3TextCon
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_checkpoint, save_in_layout
-from dflash_hf.checkpoints.read_layouts import LAYOUTS, layout_of, native_values
+from dflash_hf.checkpoints import LAYOUTS
+from dflash_hf.checkpoints.read_layouts import layout_of, native_values
 from dflash_hf.checkpoints.write_layouts import layout_config
 from dflash_hf.model.modeling_dflash import embedding_scale, rotary_angles
 from dflash_hf.target.loading import load_pair

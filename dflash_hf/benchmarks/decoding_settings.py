@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..decoding.generate import PROPOSALS
+from ..decoding import PROPOSALS
 from .decoding_results import Method
 
 

@@ -1,5 +1,14 @@
 """Checkpoint formats of all DFlash producers, read and written."""
 
-from .io import convert_checkpoint, read_checkpoint, save_in_layout
+from typing import TYPE_CHECKING
 
-__all__ = ["convert_checkpoint", "read_checkpoint", "save_in_layout"]
+from .. import lazy_exports
+
+LAYOUTS = ("native", "serving", "speculators", "muse")  # that can be written; more can be read
+
+__all__ = ["LAYOUTS", "convert_checkpoint", "read_checkpoint", "save_in_layout"]
+
+if TYPE_CHECKING:
+    from .io import convert_checkpoint, read_checkpoint, save_in_layout
+else:
+    __getattr__ = lazy_exports(__name__, {".io": ["convert_checkpoint", "read_checkpoint", "save_in_layout"]})

@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from ..model.configuration_dflash import DFlashConfig, describe_target
 from ..model.modeling_dflash import TARGET_LOOK_UP, DFlashBody, DFlashDraftModel, tensor_checksum, weights_error
+from . import LAYOUTS
 from .read_layouts import (
-    LAYOUTS,
     TARGET_TENSORS,
     UNSUPPORTED_PARTS,
     native_tensor_name,

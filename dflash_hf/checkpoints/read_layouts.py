@@ -12,9 +12,6 @@ from ..model.configuration_dflash import LAYER_TYPES, MAX_LAYERS, MAX_SIZE, DFla
 
 logger = logging.get_logger(__name__)
 
-# What can be written. What can be read is told apart by `layout_of`.
-LAYOUTS = ("native", "serving", "speculators", "muse")
-
 # Fields that other layouts spell as Qwen3 does.
 SHARED_FIELDS = (
     "vocab_size",

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..model.configuration_dflash import DFlashConfig
-from .read_layouts import BOOKKEEPING, LAYOUTS, SHARED_FIELDS, muse_window
+from . import LAYOUTS
+from .read_layouts import BOOKKEEPING, SHARED_FIELDS, muse_window
 
 
 def layout_config(config: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:

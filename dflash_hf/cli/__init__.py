@@ -1,4 +1,9 @@
-"""The `dflash-hf` command."""
+"""
+The `dflash-hf` command.
+
+The module of a command imports torch, transformers and most of the package inside its functions, so that help texts
+appear at once.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from rich.text import Text
 from .bench import bench
 from .chat import chat
 from .check import check
+from .command import Command
 from .convert import convert
 from .curves import curves
 from .demo import demo
@@ -22,7 +28,7 @@ from .inspect import inspect
 from .prepare import prepare
 from .push import push
 from .regenerate import regenerate
-from .train import train
+from .train import TrainCommand, train
 
 app = typer.Typer(
     name="dflash-hf",
@@ -31,26 +37,29 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)(train)
-app.command()(generate)
-app.command()(chat)
-app.command("eval")(evaluate)
-app.command()(regenerate)
-app.command()(prepare)
-app.command()(inspect)
-app.command()(curves)
-app.command()(convert)
-app.command()(check)
-app.command()(doctor)
-app.command()(push)
+app.command(cls=Command)(demo)
+app.command(cls=TrainCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
+app.command("eval", cls=Command)(evaluate)
+app.command(cls=Command)(regenerate)
+app.command(cls=Command)(prepare)
+app.command(cls=Command)(inspect)
+app.command(cls=Command)(curves)
+app.command(cls=Command)(convert)
+app.command(cls=Command)(check)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(push)
 app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command; bad input ends in one line and exit code 1 (DFLASH_HF_TRACEBACK=1 shows where)."""
+    """
+    Run the command.
+
+    Bad input ends in one line and exit code 1. With `DFLASH_HF_TRACEBACK=1` in the environment, it ends in the
+    traceback.
+    """
     try:
         app()
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ..benchmarks.shapes import PHASES, SHAPES, StepShapes
-from ..benchmarks.training_step import StepMeasurement, measure_steps
 from .bench_decode import decode
 from .bench_regenerate import regenerate
+from .command import Command
+
+if TYPE_CHECKING:
+    from ..benchmarks.training_step import StepMeasurement
 
 bench = typer.Typer(
     help="Measure what a training step costs, what decoding with a draft gains, and how fast prompts are answered.",
     no_args_is_help=True,
 )
-bench.command()(decode)
-bench.command()(regenerate)
+bench.command(cls=Command)(decode)
+bench.command(cls=Command)(regenerate)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def train(
     context: typer.Context,
     shapes: Annotated[str, typer.Option(help=f"Start from these shapes: {', '.join(SHAPES)}.")] = "smollm2-135m",
@@ -54,6 +56,10 @@ def train(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the numbers here.")] = None,
 ) -> None:
     """Time a training step by phase, with its peak memory, for given shapes and random weights."""
+    import torch
+
+    from ..benchmarks.training_step import measure_steps
+
     if shapes not in SHAPES:
         raise ValueError(f"--shapes {shapes!r} must be one of {', '.join(SHAPES)}.")
     if against not in (None, "reference"):

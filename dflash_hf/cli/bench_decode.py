@@ -8,23 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from transformers.utils import logging
 
-from ..benchmarks.decoding import DecodingBenchmark
 from ..benchmarks.decoding_results import DecodingRun, DecodingSummary, summarize_runs
 from ..benchmarks.decoding_settings import BenchmarkSettings
-from ..data.prompts import read_prompts
-from ..model.modeling_dflash import DFlashDraftModel
-from ..provenance import environment
-from ..target.loading import load_target_of
 from .options import INTERRUPTED, values_between_commas
+
+if TYPE_CHECKING:
+    from ..benchmarks.decoding import DecodingBenchmark
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"
 DEFAULTS = BenchmarkSettings()
@@ -58,6 +55,14 @@ def decode(
     seed: Annotated[int, typer.Option(help="Of the draws.")] = DEFAULTS.seed,
 ) -> None:
     """Decode the same prompts by plain generate, transformers' loop and ours; print speed, acceptance and times."""
+    from transformers.utils import logging
+
+    from ..benchmarks.decoding import DecodingBenchmark
+    from ..data.prompts import read_prompts
+    from ..model.modeling_dflash import DFlashDraftModel
+    from ..provenance import environment
+    from ..target.loading import load_target_of
+
     if against not in (None, "dflash"):
         raise ValueError(f"--against {against!r} must be 'dflash'.")
     given = read_prompts(str(prompts or QUESTIONS))

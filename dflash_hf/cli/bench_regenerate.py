@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..benchmarks.regeneration import AnsweringMeasurement, measure_answers, share_of_same, warm_up
-from ..data.prompts import read_prompts
 from ..regeneration.defaults import BATCH_SIZE
-from ..regeneration.local import LocalEngine
 from ..regeneration.requests import Sampling, TurnRequest
-from ..target.loading import load_target
+
+if TYPE_CHECKING:
+    from ..benchmarks.regeneration import AnsweringMeasurement
 
 
 def regenerate(
@@ -30,6 +28,13 @@ def regenerate(
     out: Annotated[Path | None, typer.Option(help="Also write the numbers here, as JSON.")] = None,
 ) -> None:
     """Answer the same prompts greedily by the local engine and by plain padded batches, in turns; print tokens/s."""
+    import torch
+
+    from ..benchmarks.regeneration import measure_answers, share_of_same, warm_up
+    from ..data.prompts import read_prompts
+    from ..regeneration.local import LocalEngine
+    from ..target.loading import load_target
+
     model, tokenizer = load_target(target, dtype)
     requests = [
         TurnRequest(str(number), [{"role": "user", "content": prompt}])
@@ -72,6 +77,8 @@ def regenerate(
 
 
 def _show(measured: dict[str, AnsweringMeasurement], title: str, console: Console) -> None:
+    from ..benchmarks.regeneration import share_of_same
+
     plain = measured["plain batches"]
     table = Table(title=title)
     for heading in ("", "answers", "tokens", "seconds", "tokens/s", "ratio", "same answers"):

@@ -9,17 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
-from transformers import set_seed
-from transformers.utils import logging
 
-from ..target.loading import load_pair
-from .chat_session import Answer, ChatSession, Span
+if TYPE_CHECKING:
+    from .chat_session import Answer, ChatSession, Span
 
 DRAFTED_STYLE, OWN_STYLE = "green", "magenta"  # told apart with red-green blindness too, on dark and light
 DRAFTED_MARKS = ("‹", "›")  # where there is no colour
@@ -44,6 +42,12 @@ def chat(
     dtype: Annotated[str, typer.Option(help="Of target and draft: auto, bfloat16, float32.")] = "auto",
 ) -> None:
     """Chat with a target; see the draft's tokens, tokens a second, acceptance length and speed-up as it answers."""
+    from transformers import set_seed
+    from transformers.utils import logging
+
+    from ..target.loading import load_pair
+    from .chat_session import ChatSession
+
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {max_new_tokens} must be at least 1.")
     if temperature < 0:
@@ -221,6 +225,8 @@ def without_echo() -> Iterator[None]:
 
 
 def _greet(console: Console, session: ChatSession) -> None:
+    from .chat_session import Span
+
     names = f"target {session.target.name_or_path}, draft {session.draft.name_or_path}"
     console.print(Text(f"{names}, {session.target.dtype}, {session.target.device}".replace("torch.", ""), style="dim"))
     drafted, own = Span("drafted and accepted", True), Span("the target's own token", False)

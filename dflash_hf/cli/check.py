@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..checkpoints.compatibility import READERS, check_checkpoint
 from .convert import Fields, parse_fields
 
 
@@ -18,6 +17,8 @@ def check(
     fields: Fields = None,
 ) -> None:
     """Say who can load a draft and what to do for those who cannot; exit code 1 if this package cannot."""
+    from ..checkpoints.compatibility import READERS, check_checkpoint
+
     report = check_checkpoint(draft, target=target, **parse_fields(fields))
     console = Console()
     if report.config is not None:

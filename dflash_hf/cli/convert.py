@@ -6,15 +6,12 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from ..checkpoints.io import convert_checkpoint
-from ..checkpoints.read_layouts import LAYOUTS
-from ..model.configuration_dflash import DFlashConfig
+from ..checkpoints import LAYOUTS
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = ("auto", "bfloat16", "float32")
 
 Fields = Annotated[
     list[str] | None,
@@ -35,6 +32,8 @@ def parse_fields(settings: list[str] | None) -> dict[str, Any]:
     Raises:
         ValueError: a setting has no `=`, or names no field.
     """
+    from ..model.configuration_dflash import DFlashConfig
+
     values: dict[str, Any] = {}
     for setting in settings or []:
         name, is_given, text = setting.partition("=")
@@ -60,10 +59,19 @@ def convert(
     fields: Fields = None,
 ) -> None:
     """Write a draft in the layout that another reader wants: vLLM, SGLang, speculators, transformers' own class."""
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(DTYPES)}.")
+    import torch
+
+    from ..checkpoints.io import convert_checkpoint
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
     folder = convert_checkpoint(
-        source, destination, layout, dtype=DTYPES.get(dtype), target=target, **parse_fields(fields)
+        source,
+        destination,
+        layout,
+        dtype=None if dtype == "auto" else getattr(torch, dtype),
+        target=target,
+        **parse_fields(fields),
     )
     console = Console()
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e6

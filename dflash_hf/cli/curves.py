@@ -9,14 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..training.curves import draw_curves, read_curve, write_curves
-
 
 def curves(
     runs: Annotated[list[Path], typer.Argument(help="Output folders of training runs, finished or not.")],
     out: Annotated[Path, typer.Option(help="PNG to draw; the numbers go beside it as JSON.")] = Path("curves.png"),
 ) -> None:
     """Show acceptance on held-out rows over the minutes of training runs, and over the rows they learned from."""
+    from ..training.curves import draw_curves, read_curve, write_curves
+
     read = [read_curve(folder) for folder in runs]
     table = Table("run", "rows", "steps", "minutes", "acceptance length, a block", "when serving")
     for curve in read:

@@ -8,33 +8,23 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import datasets
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.utils import logging
 
-from ..data.loading import load_rows
-from ..data.prompts import read_prompts
-from ..evaluation.compare import Comparison, Summary, compare_on_prompts, summarize_comparisons
-from ..hub.model_card import FACTS_NAME, DraftCard, Protocol, write_model_card
-from ..model.modeling_dflash import DFlashDraftModel
-from ..provenance import environment
-from ..regeneration.local import LocalEngine
 from ..regeneration.requests import Sampling
-from ..regeneration.run import RegenerationSettings, regenerate_rows
-from ..regeneration.shards import RowShards
-from ..target.demo import DEMO_TARGET, prepare_demo_target
-from ..target.loading import load_target
-from ..training.arguments import DFlashTrainingArguments
-from ..training.trainer import DFlashTrainer
-from .training_run import run_training
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..evaluation.compare import Comparison, Summary
+    from ..hub.model_card import DraftCard
+    from ..model.modeling_dflash import DFlashDraftModel
+    from ..training.arguments import DFlashTrainingArguments
 
 DATA = files("dflash_hf") / "demo_data"
 ANSWERS_FOR_ANOTHER_TARGET = 256
@@ -79,6 +69,20 @@ def demo(
     retrain: Annotated[bool, typer.Option("--retrain", help="Train anew although a draft is there.")] = False,
 ) -> None:
     """Train a draft for a real chat model in a few minutes and compare its answers with and without it."""
+    import torch
+    from torch import nn
+    from transformers import set_seed
+    from transformers.utils import logging
+
+    from ..data.loading import load_rows
+    from ..data.prompts import read_prompts
+    from ..evaluation.compare import compare_on_prompts, summarize_comparisons
+    from ..hub.model_card import FACTS_NAME, DraftCard, write_model_card
+    from ..model.modeling_dflash import DFlashDraftModel
+    from ..target.demo import DEMO_TARGET, prepare_demo_target
+    from ..target.loading import load_target
+    from ..training.arguments import DFlashTrainingArguments
+
     console = Console()
     if minutes <= 0:
         raise ValueError(f"--minutes {minutes} must be positive.")
@@ -162,6 +166,9 @@ def _train(
     console: Console,
 ) -> DraftCard:
     """Train the draft on all rows but the last, which are held out, and return what its card says so far."""
+    from ..training.trainer import DFlashTrainer
+    from .training_run import run_training
+
     trainer = DFlashTrainer(
         model=draft,
         target=model,
@@ -185,6 +192,11 @@ def _own_answers(
     console: Console,
 ) -> datasets.Dataset:
     """Rows with the prompts of the bundled ones, answered by another target: made once, and kept."""
+    from ..data.loading import load_rows
+    from ..regeneration.local import LocalEngine
+    from ..regeneration.run import RegenerationSettings, regenerate_rows
+    from ..regeneration.shards import RowShards
+
     sampling = Sampling()
     settings = RegenerationSettings(str(model.name_or_path), sampling=sampling)
     prompts = bundled.take(min(ANSWERS_FOR_ANOTHER_TARGET, len(bundled))).select_columns("messages")
@@ -224,6 +236,10 @@ def _save(
     max_new_tokens: int,
     console: Console,
 ) -> None:
+    from ..hub.model_card import DraftCard, Protocol, write_model_card
+    from ..provenance import environment
+    from ..target.demo import DEMO_TARGET
+
     where = environment()
     protocol = Protocol(
         prompts=f"{questions_asked} without instructions",

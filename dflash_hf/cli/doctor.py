@@ -11,15 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from safetensors import SafetensorError
-from torch import nn
 
-from ..data.prompts import read_prompts
-from ..doctor.checks import check_weights
-from ..doctor.examination import Examination, verdict
-from ..doctor.finding import FAULT, OK, SKIPPED, WARNING, Finding, guarded
-from ..model.modeling_dflash import DFlashDraftModel
-from ..target.loading import load_target
+from ..doctor.finding import FAULT, MAX_NEW_TOKENS, OK, SKIPPED, WARNING, Finding, guarded
 
 QUESTIONS = files("dflash_hf") / "demo_data" / "gsm8k_test_questions.jsonl"
 SIGNS = {
@@ -38,10 +31,13 @@ def doctor(
         Path | None, typer.Option(help="JSON lines with turns, prompt or messages; default: GSM8K test questions.")
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="Take so many.")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = Examination.max_new_tokens,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = MAX_NEW_TOKENS,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the findings here.")] = None,
 ) -> None:
     """Find out why a draft is accepted rarely or not at all; exit code 1 if there is a fault."""
+    from ..data.prompts import read_prompts
+    from ..doctor.examination import verdict
+
     questions = read_prompts(str(prompts or QUESTIONS))
     if not 1 <= num_prompts <= len(questions):
         raise ValueError(f"--num-prompts {num_prompts} must be 1 to {len(questions)}, the prompts in the file.")
@@ -82,6 +78,14 @@ def _examine(
     draft: str, target: str | None, dtype: str, prompts: list[str], max_new_tokens: int, show: Callable[[str], None]
 ) -> Iterator[Finding]:
     """Load the pair, each part with its own finding, then look at it."""
+    from safetensors import SafetensorError
+    from torch import nn
+
+    from ..doctor.checks import check_weights
+    from ..doctor.examination import Examination
+    from ..model.modeling_dflash import DFlashDraftModel
+    from ..target.loading import load_target
+
     try:
         pair = DFlashDraftModel.from_pretrained(draft, target=target or False)
     except (OSError, ValueError) as error:

@@ -5,26 +5,18 @@ from __future__ import annotations
 import shlex
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import datasets
-import torch
 import typer
-from accelerate import PartialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers.utils import logging
 
-from ..evaluation.output import SuiteJournal, SuiteOutput, collect, suite_settings
-from ..evaluation.prompt_sets import load_prompt_sets
-from ..evaluation.report import CONTENTION, terminal_table
 from ..evaluation.settings import THINKING, SuiteSettings
-from ..evaluation.suite import Batch, SuiteEvaluation
-from ..hub.model_card import CARD_NAME, write_suite_card
-from ..model.modeling_dflash import DFlashDraftModel
-from ..provenance import environment, target_label
-from ..target.loading import load_target_of
 from .options import INTERRUPTED, values_between_commas
+
+if TYPE_CHECKING:
+    from ..evaluation.output import SuiteJournal, SuiteOutput
+    from ..evaluation.suite import Batch, SuiteEvaluation
 
 DEFAULTS = SuiteSettings()
 BATCH_SIZES = ",".join(map(str, DEFAULTS.batch_sizes))
@@ -80,6 +72,20 @@ def evaluate(
     card: Annotated[bool, typer.Option("--card", help="Write the results into the draft's model card, too.")] = False,
 ) -> None:
     """Measure a draft on prompt sets, beside plain decoding. Run the same again after an interrupt: it goes on."""
+    import datasets
+    import torch
+    from accelerate import PartialState
+    from transformers.utils import logging
+
+    from ..evaluation.output import SuiteJournal, collect, suite_settings
+    from ..evaluation.prompt_sets import load_prompt_sets
+    from ..evaluation.report import CONTENTION
+    from ..evaluation.suite import SuiteEvaluation
+    from ..hub.model_card import CARD_NAME, write_suite_card
+    from ..model.modeling_dflash import DFlashDraftModel
+    from ..provenance import environment
+    from ..target.loading import load_target_of
+
     if card and not Path(draft).is_dir():
         raise ValueError(f"--card writes into the folder of the draft, and --draft {draft!r} is none. Leave it out.")
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=LONGEST_WAIT)
@@ -190,6 +196,8 @@ def _run(
 
 
 def _show(output: SuiteOutput, reason: str | None, out: Path, console: Console) -> None:
+    from ..evaluation.report import terminal_table
+
     for mean in output.means:
         console.print(
             terminal_table([result for result in output.results if result.setting == mean.setting], mean),
@@ -219,6 +227,8 @@ def _command(
     out: Path,
 ) -> str:
     """The command that makes the same again, with names in place of paths."""
+    from ..provenance import target_label
+
     words = ["dflash-hf", "eval", "--target", target_label(target), "--draft", target_label(draft)]
     words += [word for suite in suites for word in ("--suite", suite)]
     words += [word for file in prompts for word in ("--prompts", file.name)]

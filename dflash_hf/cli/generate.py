@@ -7,10 +7,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..data.chat_template import chat_inputs
-from ..evaluation.compare import compare_on_prompts, generate_timed
-from ..target.loading import load_pair
-
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What the user says.")],
@@ -22,6 +18,10 @@ def generate(
     compare: Annotated[bool, typer.Option("--compare", help="Also answer without the draft.")] = False,
 ) -> None:
     """Answer a prompt with a draft; print acceptance length and tokens a second."""
+    from ..data.chat_template import chat_inputs
+    from ..evaluation.compare import compare_on_prompts, generate_timed
+    from ..target.loading import load_pair
+
     console = Console()
     model, pair, tokenizer = load_pair(draft, target, dtype)
     kwargs: dict[str, Any] = {"own_loop": True, "max_new_tokens": max_new_tokens, "do_sample": temperature > 0}

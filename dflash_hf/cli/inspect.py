@@ -11,12 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from ..data.inspect_rows import StepPlan, TrainingRows
-from ..data.inspect_views import draw_rows, print_row, print_statistics, render_page
-from ..data.loading import load_rows
-from ..data.row_statistics import RowStatistics
-from ..target.loading import read_target
-from ..training.arguments import DFlashTrainingArguments
+from ..training.block_arguments import BlockTrainingArguments
 from .train import DraftAndDataArguments
 
 
@@ -52,10 +47,10 @@ def inspect(
     block_size: Annotated[int, typer.Option(help="Slots of a block, the anchor included.")] = (
         DraftAndDataArguments.block_size
     ),
-    anchors: Annotated[int, typer.Option(help="Blocks a row in a step.")] = DFlashTrainingArguments.anchors_per_sample,
+    anchors: Annotated[int, typer.Option(help="Blocks a row in a step.")] = BlockTrainingArguments.anchors_per_sample,
     step: Annotated[int, typer.Option(help="Step whose blocks are drawn.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = DFlashTrainingArguments.seed,
-    max_length: Annotated[int, typer.Option(help="Longest row in tokens.")] = DFlashTrainingArguments.max_length,
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 42,
+    max_length: Annotated[int, typer.Option(help="Longest row in tokens.")] = BlockTrainingArguments.max_length,
     limit: Annotated[int, typer.Option(help="Rows that numbers and histograms are made of.")] = 2000,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hub data set.")] = None,
     dataset_split: Annotated[str, typer.Option(help="Split of a Hub data set or folder.")] = "train",
@@ -63,6 +58,12 @@ def inspect(
     png: Annotated[Path | None, typer.Option(help="Also write a picture.")] = None,
 ) -> None:
     """Show what training will see: supervised tokens, anchors and blocks of a step, lengths, rows that are dropped."""
+    from ..data.inspect_rows import StepPlan, TrainingRows
+    from ..data.inspect_views import draw_rows, print_row, print_statistics, render_page
+    from ..data.loading import load_rows
+    from ..data.row_statistics import RowStatistics
+    from ..target.loading import read_target
+
     if rows < 0:
         raise ValueError(f"--rows {rows} must be at least 0.")
     plan = StepPlan(block_size, anchors, step, seed)

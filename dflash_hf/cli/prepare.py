@@ -6,9 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import datasets
 import multiprocess
 import typer
 from rich import box
@@ -16,19 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..data.loading import load_rows
-from ..data.prepare import prepare_for_training
-from ..data.prepared_folder import (
-    EVALUATION_SPLIT,
-    MISMATCHES,
-    folder_settings,
-    is_prepared_already,
-    make_report,
-    write_folder,
-)
 from ..data.settings import PreparationSettings
-from ..target.loading import read_target
 from .options import json_object
+
+if TYPE_CHECKING:
+    import datasets
 
 SHOWN_MISMATCHES = 3
 
@@ -71,6 +62,11 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace rows that were prepared before.")] = False,
 ) -> None:
     """Tokenise rows, mark what the target wrote, check the prompts, drop repeats, and hold some out."""
+    from ..data.loading import load_rows
+    from ..data.prepare import prepare_for_training
+    from ..data.prepared_folder import MISMATCHES, folder_settings, is_prepared_already, make_report, write_folder
+    from ..target.loading import read_target
+
     if num_proc is not None and num_proc < 1:
         raise ValueError(f"--num-proc {num_proc} must be at least 1.")
     settings = PreparationSettings(
@@ -125,6 +121,8 @@ def _say(console: Console, text: str) -> None:
 
 def _report_table(report: Mapping[str, Any]) -> Table:
     """The counts of a report, one a line."""
+    from ..data.prepared_folder import EVALUATION_SPLIT
+
     rows, tokens = report["rows"], report["tokens"]
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
     table.add_column("", overflow="fold")

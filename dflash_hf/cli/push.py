@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..hub.push import publish_draft
-
 
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder of the saved draft.")],
@@ -23,6 +21,8 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make new repositories private.")] = False,
 ) -> None:
     """Push a saved draft and its card to the Hub, as the user who is logged in (hf auth login)."""
+    from ..hub.push import publish_draft
+
     console = Console()
     console.print(f"Pushing the draft in {folder} ...", soft_wrap=True)
     commits = publish_draft(folder, repo, serving_repo=serving_repo, target_name=target_name, private=private or None)

@@ -6,23 +6,18 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..data.loading import load_rows
-from ..data.prompts import check_columns, draw_rows
-from ..regeneration.defaults import BATCH_SIZE, FORMATS, ROWS_PER_SHARD
-from ..regeneration.local import LocalEngine
+from ..regeneration.defaults import BATCH_SIZE, CONCURRENCY, FORMATS, ROWS_PER_SHARD, TIMEOUT_S
 from ..regeneration.requests import AnswerEngine, Sampling
-from ..regeneration.run import RegenerationProgress, RegenerationSettings, regenerate_rows
-from ..regeneration.server import CONCURRENCY, TIMEOUT_S, ServerEngine
-from ..regeneration.shards import FAILED, RowShards
-from ..target.demo import DEMO_TARGET, prepare_demo_target
-from ..target.loading import load_target, load_target_config
 from .options import json_object
+
+if TYPE_CHECKING:
+    from ..regeneration.run import RegenerationProgress
 
 PROMPTS, ANSWERS, SERVER, ROWS = "Prompts", "Answers", "Server", "Output"
 
@@ -86,6 +81,15 @@ def regenerate(
     rows_per_shard: Annotated[int, typer.Option(help="Rows of a file.", rich_help_panel=ROWS)] = ROWS_PER_SHARD,
 ) -> None:
     """Let the target answer prompts: rows to train a draft on. Run the same again after an interrupt: it goes on."""
+    from ..data.loading import load_rows
+    from ..data.prompts import check_columns, draw_rows
+    from ..regeneration.local import LocalEngine
+    from ..regeneration.run import RegenerationSettings, regenerate_rows
+    from ..regeneration.server import ServerEngine
+    from ..regeneration.shards import FAILED, RowShards
+    from ..target.demo import DEMO_TARGET, prepare_demo_target
+    from ..target.loading import load_target, load_target_config
+
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     if own_sampling:
         if temperature or top_p is not None or top_k is not None:
@@ -131,6 +135,8 @@ def regenerate(
 
 def _show(steps: Generator[RegenerationProgress], total: int, console: Console) -> bool:
     """Draw how far a run is; False after Ctrl-C."""
+    from ..regeneration.run import RegenerationProgress
+
     progress = RegenerationProgress()
     live = Progress(
         TextColumn("[bold]answering"),

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import typer
 import yaml
 from rich.console import Console
-from transformers import HfArgumentParser, set_seed
+from rich.table import Table
+from rich.text import Text
 
-from ..data.loading import load_rows
-from ..data.prepare import common_template_kwargs
-from ..data.prepared_folder import EVALUATION_SPLIT, check_prepared, read_report
-from ..model.modeling_dflash import DFlashDraftModel
-from ..provenance import hub_id_or_folder
-from ..regeneration.run import is_answered_by
-from ..target.loading import load_target
-from ..training.arguments import DFlashTrainingArguments
-from ..training.trainer import DFlashTrainer
-from .training_run import describe_acceptance, run_training
+from ..training.block_arguments import BlockTrainingArguments
+from .command import Command
+
+if TYPE_CHECKING:
+    import datasets
+
+    from ..training.arguments import DFlashTrainingArguments
+
+
+USAGE = "dflash-hf train [FILE.yaml] --target T --dataset D [--name value …]"
 
 
 @dataclass
@@ -52,8 +52,35 @@ class DraftAndDataArguments:
     resume: bool = field(default=True, metadata={"help": "Continue from the last checkpoint in output_dir."})
 
 
+class TrainCommand(Command):
+    """The command whose arguments are the fields of dataclasses."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Show the arguments of this package; those of Trainer would need its import."""
+        console = Console()
+        introduction = (
+            "Train a draft. A YAML or JSON file holds values under the names below; an option of the command line "
+            "takes precedence over the file. Underscores may stand for the hyphens of an option."
+        )
+        console.print(Text(f"Usage: {USAGE}\n\n{introduction}\n"))
+        for title, kind in (("Target, draft and rows", DraftAndDataArguments), ("Training", BlockTrainingArguments)):
+            table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold")
+            for item in fields(kind):
+                default = "" if item.default in (None, MISSING) else f" Default: {item.default}."
+                table.add_row(f"--{item.name.replace('_', '-')}", Text(item.metadata["help"] + default))
+            console.print(table, "")
+        others = (
+            "All arguments of transformers.TrainingArguments are accepted as well, for example --output-dir, "
+            "--num-train-epochs, --per-device-train-batch-size and --eval-strategy. Run `dflash-hf train --help-all` "
+            "for a list."
+        )
+        console.print(Text(others))
+
+
 def describe_rows(pair: DraftAndDataArguments) -> str:
     """What the arguments say of the rows, for the model card: no path, which tells more of its owner than of them."""
+    from ..provenance import hub_id_or_folder
+
     hub_id, name = hub_id_or_folder(pair.dataset)
     if hub_id is None and Path(str(pair.dataset)).is_file():
         return f"the file {name}"
@@ -74,9 +101,13 @@ def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlash
         ValueError: the file is no mapping, or names an unknown argument.
         FileNotFoundError: the file is missing.
     """
+    from transformers import HfArgumentParser
+
+    from ..training.arguments import DFlashTrainingArguments
+
     kinds: Any = (DraftAndDataArguments, DFlashTrainingArguments)
-    usage = "dflash-hf train [FILE.yaml] --target T --dataset D [--name value …]"
-    parser = HfArgumentParser(kinds, prog="dflash-hf train", usage=usage)
+    parser = HfArgumentParser(kinds, prog="dflash-hf train", usage=USAGE, add_help=False)
+    parser.add_argument("--help-all", action="help", help="Show every argument, those of Trainer included.")
     parser.set_defaults(output_dir="dflash-draft", bf16=True, report_to="none")
     if arguments and not arguments[0].startswith("-"):
         values = _read_argument_file(Path(arguments[0]))
@@ -121,6 +152,9 @@ def split_rows(
     Raises:
         ValueError: more rows shall be held out than there are.
     """
+    from ..data.loading import load_rows
+    from ..data.prepared_folder import EVALUATION_SPLIT, read_report
+
     held_out = pair.eval_dataset if pair.eval_dataset is not None or pair.eval_rows else pair.dataset
     report = read_report(held_out) if held_out is not None else None
     if report is not None and report["rows"][EVALUATION_SPLIT] and pair.dataset_split != EVALUATION_SPLIT:
@@ -136,7 +170,19 @@ def split_rows(
 
 
 def train(context: typer.Context) -> None:
-    """Train a draft: `dflash-hf train [FILE.yaml] --target T --dataset D …` (--help lists all arguments)."""
+    """Train a draft: `dflash-hf train [FILE.yaml] --target T --dataset D …` ."""
+    from transformers import set_seed
+
+    from ..data.loading import load_rows
+    from ..data.prepare import common_template_kwargs
+    from ..data.prepared_folder import check_prepared, read_report
+    from ..model.modeling_dflash import DFlashDraftModel
+    from ..provenance import hub_id_or_folder
+    from ..regeneration.run import is_answered_by
+    from ..target.loading import load_target
+    from ..training.trainer import DFlashTrainer
+    from .training_run import describe_acceptance, run_training
+
     pair, args = parse_arguments(context.args)
     console = Console(quiet=args.process_index > 0)  # of several processes one speaks
     if pair.target is None or pair.dataset is None:

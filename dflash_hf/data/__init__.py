@@ -1,17 +1,8 @@
 """Training rows: chat templates, labels, packing, preparation and inspection."""
 
-from .dataset import (
-    PREPARED_COLUMNS,
-    TOO_LONG,
-    UNSUPERVISED,
-    DFlashCollator,
-    PreparedStream,
-    content_id,
-    pack_dataset,
-    prepare_dataset,
-    prepare_row,
-    prepare_rows,
-)
+from typing import TYPE_CHECKING
+
+from .. import lazy_exports
 from .settings import MAX_LENGTH
 
 __all__ = [
@@ -27,3 +18,35 @@ __all__ = [
     "prepare_row",
     "prepare_rows",
 ]
+
+if TYPE_CHECKING:
+    from .dataset import (
+        PREPARED_COLUMNS,
+        TOO_LONG,
+        UNSUPERVISED,
+        DFlashCollator,
+        PreparedStream,
+        content_id,
+        pack_dataset,
+        prepare_dataset,
+        prepare_row,
+        prepare_rows,
+    )
+else:
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            ".dataset": [
+                "PREPARED_COLUMNS",
+                "TOO_LONG",
+                "UNSUPERVISED",
+                "DFlashCollator",
+                "PreparedStream",
+                "content_id",
+                "pack_dataset",
+                "prepare_dataset",
+                "prepare_row",
+                "prepare_rows",
+            ]
+        },
+    )

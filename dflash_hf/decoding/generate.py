@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
+from . import PROPOSALS
 from .draft_length import AdaptiveBlockLength, BlockLength, times_of_pair
 from .kv_cache import RowCache, check_cache_continuation
 from .logits_processing import BlockScores, StoppingRules
@@ -33,7 +34,6 @@ from .statistics import DecodingStatistics
 
 logger = logging.get_logger(__name__)
 
-PROPOSALS = ("argmax", "sample")
 MASKED_ATTENTION = ("sdpa", "eager")
 
 

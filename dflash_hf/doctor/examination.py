@@ -21,7 +21,7 @@ from .checks import (
     check_target_states,
     check_template,
 )
-from .finding import CHECK_ERRORS, FAULT, OK, SKIPPED, WARNING, Finding, guarded
+from .finding import CHECK_ERRORS, FAULT, MAX_NEW_TOKENS, OK, SKIPPED, WARNING, Finding, guarded
 from .forced_decoding import AnsweredPrompts, accept_len_of, accepted_slots, answer_prompts, check_slots, walked
 from .perturbations import measure_alterations
 
@@ -49,7 +49,7 @@ class Examination:
     draft: DFlashDraftModel
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[str]
-    max_new_tokens: int = 64
+    max_new_tokens: int = MAX_NEW_TOKENS
     target_name: str | None = None
     findings: list[Finding] = field(default_factory=list)
 

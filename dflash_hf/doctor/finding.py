@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+MAX_NEW_TOKENS = 64  # longest answer of a diagnosis
 OK, WARNING, FAULT, SKIPPED = "ok", "warning", "fault", "skipped"
 # What a check of unknown files and models may raise; PyTorch reports lack of memory and wrong shapes as RuntimeError.
 CHECK_ERRORS = (ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError)
