@@ -469,7 +469,7 @@ def test_prepare_then_train_from_the_shell(run, target_folder, tmp_path, monkeyp
     assert "already" in stdout
     code, _, err = run(*arguments, "--max-length", 64)
     assert code == 1
-    assert "prepared with other settings (max_length). Name another folder, or pass --overwrite" in err
+    assert "and is now 64. Name another folder, or pass --overwrite" in err
     code, _, err = run(*arguments, "--max-length", 64, "--overwrite", "--num-proc", 2)
     assert code == 0, err
     assert json.loads((out / "report.json").read_text())["settings"]["max_length"] == 64
@@ -578,14 +578,15 @@ def test_a_folder_is_replaced_whole_or_stays(tmp_path, monkeypatch):
     def full_disk(*args):
         raise OSError("No space left on device")
 
-    for name in ("_write_part", "os.rename"):
+    def cannot_place_the_new_folder(source, target, rename=os.rename):
+        return full_disk() if Path(source).name == "new" else rename(source, target)
+
+    for holder, name, fault in (
+        (prepared_folder, "_write_part", full_disk),
+        (os, "rename", cannot_place_the_new_folder),
+    ):
         with monkeypatch.context() as patch:
-            target = f"dflash_hf.data.prepared_folder.{name}"
-            if name == "os.rename":
-                rename = prepared_folder.os.rename
-                patch.setattr(target, lambda a, b, r=rename: full_disk() if Path(a).name == "new" else r(a, b))
-            else:
-                patch.setattr(target, full_disk)
+            patch.setattr(holder, name, fault)
             with pytest.raises(OSError, match="No space left"):
                 prepared_folder.write_folder(folder, prepared, {"settings": {"new": True}, "rows": {}})
         after = sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file())

@@ -143,7 +143,7 @@ def test_a_killed_run_leaves_complete_shards_and_the_next_one_goes_on(target, tm
         if moment == "in a pass":
             target.model.layers[1].register_forward_hook(lambda *_: kill_in_the_second_shard())
         else:
-            name = "_publish" if moment.startswith("before") else "save_file"
+            name = "replace_file" if moment.startswith("before") else "save_file"
             original = getattr(hidden_state_cache, name)
             monkeypatch.setattr(
                 hidden_state_cache, name, lambda *a, **k: (kill_in_the_second_shard(), original(*a, **k))
@@ -180,11 +180,11 @@ def other_theta(target):
 @pytest.mark.parametrize(
     ("change", "kwargs", "words"),
     [
-        (None, {"layer_ids": [1, 2]}, r"target_layer_ids: cache has \[0, 2\], this run needs \[1, 2\]"),
-        (None, {"final": True}, "include_final_state: cache has False, this run needs True"),
-        (lambda target: target.bfloat16(), {}, "dtype: cache has float32, this run needs bfloat16"),
-        (other_weights, {}, "target_weights: cache has [0-9a-f]{32}, this run needs"),
-        (other_theta, {}, "target_config.rope_parameters.rope_theta: cache has 10000.0, this run needs 5.0"),
+        (None, {"layer_ids": [1, 2]}, r"target_layer_ids was \[0, 2\] and is now \[1, 2\]"),
+        (None, {"final": True}, "include_final_state was False and is now True"),
+        (lambda target: target.bfloat16(), {}, "dtype was 'float32' and is now 'bfloat16'"),
+        (other_weights, {}, "target_weights was '[0-9a-f]{32}' and is now"),
+        (other_theta, {}, "target_config.rope_parameters.rope_theta was 10000.0 and is now 5.0"),
     ],
 )
 def test_a_stale_cache_is_refused_with_the_names_of_what_differs(target, tmp_path, change, kwargs, words):
@@ -273,7 +273,7 @@ def test_a_full_disk_while_writing_leaves_complete_shards_only(target, tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"could not be written to .* make room and start again"):
+        with pytest.raises(OSError, match=r"safetensors could not be written: .*Free some space"):
             fill(cache, target, rows)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -213,7 +213,8 @@ def test_other_settings_for_the_same_folder_are_refused_by_name(tmp_path):
         pass
     with (
         pytest.raises(
-            ValueError, match=r"other settings: seed 0 \(now 1\); prompts gsm8k '2 of 5' \(now '3 of 5'\)\."
+            ValueError,
+            match=r"other settings: seed was 0 and is now 1; prompts\.gsm8k was '2 of 5' and is now '3 of 5'\.",
         ),
         SuiteJournal(tmp_path, {"seed": 1, "prompts": {"gsm8k": "3 of 5", "mbpp": "1"}}),
     ):
@@ -228,7 +229,7 @@ def test_a_damaged_line_foreign_files_and_a_second_run_are_refused(tmp_path):
         fill(tmp_path / "damaged", 1)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.txt").write_text("")
-    with pytest.raises(ValueError, match=r"has files \(thesis\.txt\).*folder of its own"):
+    with pytest.raises(ValueError, match=r"has files \(thesis\.txt\).*Name a new or empty folder"):
         fill(tmp_path / "foreign", 1)
     with (
         SuiteJournal(tmp_path / "busy", {"seed": 0}),

@@ -214,7 +214,7 @@ def test_states_of_other_layers_on_disk_stop_the_training(target, tmp_path):
     folder = {"cache_target_states": "disk", "state_cache_dir": str(tmp_path / "states")}
     make_trainer(target, tmp_path, max_steps=1, **folder).train()
     draft = make_draft(target, target_layer_ids=[1, 2])
-    with pytest.raises(ValueError, match=r"target_layer_ids: cache has \[0, 2\], this run needs \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"target_layer_ids was \[0, 2\] and is now \[1, 2\]"):
         make_trainer(target, tmp_path, draft=draft, **folder).train()
     make_trainer(target, tmp_path, draft=draft, max_steps=1, cache_target_states="disk").train()
 

@@ -53,12 +53,15 @@ def run_copy(saved_run, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"block_size": 6}, "checkpoint-2 .* block_size 4, this draft has 6"),
-        ({"mask_token_id": 95}, "mask_token_id 96, this draft has 95"),
-        ({"target_layer_ids": [1, 2]}, r"target_layer_ids \[0, 2\], this draft has \[1, 2\]"),
-        ({"num_hidden_layers": 1}, "num_hidden_layers 2, this draft has 1"),
-        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "sliding_window None, this draft has 8"),
-        ({"rope_theta": 5000.0, "head_dim": 16}, r"head_dim 8, this draft has 16; rope_parameters .*5000\.0"),
+        ({"block_size": 6}, "checkpoint-2 .* block_size was 4 and is now 6"),
+        ({"mask_token_id": 95}, "mask_token_id was 96 and is now 95"),
+        ({"target_layer_ids": [1, 2]}, r"target_layer_ids was \[0, 2\] and is now \[1, 2\]"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers was 2 and is now 1"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "sliding_window was None and is now 8"),
+        (
+            {"rope_theta": 5000.0, "head_dim": 16},
+            r"head_dim was 8 and is now 16; rope_parameters\.rope_theta was .* now 5000\.0",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_draft_is_refused_by_name_before_anything_is_loaded(run_copy, changes, words):
@@ -82,7 +85,7 @@ def test_a_checkpoint_of_another_target_is_refused_and_a_moved_target_is_not(tmp
 
     run("org/first", 0, resume=False)
     for name, seed in (("org/second", 1), ("", 1)):
-        with pytest.raises(ValueError, match=f"the target org/first, this is the target {name or 'without a name'}"):
+        with pytest.raises(ValueError, match=f"the target was org/first and is now {name or 'without a name'}"):
             run(name, seed, resume=True)
     assert run("/moved/first", 0, resume=True, max_steps=3) == 3
     assert not any("was trained with" in message for message in warnings())
@@ -93,9 +96,7 @@ def test_a_checkpoint_of_another_target_is_refused_and_a_moved_target_is_not(tmp
 def test_a_target_without_a_name_is_known_by_its_weights(run_copy):
     target = make_target(seed=5)
     trainer = make_trainer(target, run_copy.parent, rows=rows_of(target, count=2), **SAVED)
-    with pytest.raises(
-        ValueError, match="target without a name, this is the target without a name with other weights"
-    ):
+    with pytest.raises(ValueError, match="target was without a name and is now without a name with other weights"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -114,12 +115,12 @@ def test_another_name_of_a_target_whose_weights_are_out_of_reach_is_a_warning(ru
     values = json.loads((run_copy / "checkpoint-2" / "trainer_state.json").read_text())
     values = {**values["stateful_callbacks"]["RunRecord"]["args"], "target": "org/other", "target_fingerprint": None}
     check_checkpoint(run_copy / "checkpoint-2", config, values)
-    assert any("target was None and is org/other" in message for message in warnings())
+    assert any("target was None and is now 'org/other'" in message for message in warnings())
 
 
 def test_another_optimizer_is_refused(run_copy):
     trainer = make_trainer(make_target(), run_copy.parent, use_muon=True, **SAVED)
-    with pytest.raises(ValueError, match="use_muon False, these arguments say True"):
+    with pytest.raises(ValueError, match="use_muon was False and is now True"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -142,11 +143,11 @@ def test_arguments_that_make_it_another_run_are_warned_of_by_name_and_the_same_a
     (message,) = [message for message in warnings() if "another run" in message]
     for part in (
         "checkpoint-3",
-        "seed was 42 and is 7",
-        "anchors_per_sample was 8 and is 5",
-        "slot_weights was decay and is dpace",
-        "rows per optimizer step was 2 and is 4",
-        "rows was 4 and is 3",
+        "seed was 42 and is now 7",
+        "anchors_per_sample was 8 and is now 5",
+        "slot_weights was 'decay' and is now 'dpace'",
+        "rows per optimizer step was 2 and is now 4",
+        "rows was 4 and is now 3",
     ):
         assert part in message
 

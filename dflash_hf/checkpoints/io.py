@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..files import replace_folder
 from ..model.configuration_dflash import DFlashConfig, describe_target
 from ..model.modeling_dflash import TARGET_LOOK_UP, DFlashBody, DFlashDraftModel, tensor_checksum, weights_error
 from . import LAYOUTS
@@ -280,9 +279,7 @@ def save_in_layout(
     if dtype is None:
         dtype = torch.bfloat16 if layout == "serving" else draft.dtype
     config = {} if layout == "native" else layout_config(draft.config, layout, str(dtype).removeprefix("torch."))
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
-    try:
+    with replace_folder(folder) as partial:
         tensors = {name: value.detach().to("cpu", dtype) for name, value in draft.state_dict().items()}
         if layout == "native":
             draft.save_pretrained(partial, state_dict=tensors)
@@ -292,10 +289,6 @@ def save_in_layout(
             renamed = {layout_tensor_name(name, layout): value.contiguous() for name, value in tensors.items()}
             save_file(renamed, partial / WEIGHTS, {"format": "pt"})
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        partial.chmod(0o755)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

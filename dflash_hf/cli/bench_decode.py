@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from ..benchmarks.decoding_results import DecodingRun, DecodingSummary, summarize_runs
 from ..benchmarks.decoding_settings import BenchmarkSettings
+from ..files import write_text
 from .options import INTERRUPTED, values_between_commas
 
 if TYPE_CHECKING:
@@ -118,9 +118,7 @@ def decode(
         if json_file is not None:
             results = [asdict(summary) for summary in summaries]
             record = {**head, "is_complete": is_complete, "left_out": benchmark.left_out, "results": results}
-            unfinished = json_file.with_name(json_file.name + ".part")
-            unfinished.write_text(json.dumps(record, indent=1, allow_nan=False))
-            os.replace(unfinished, json_file)
+            write_text(json_file, json.dumps(record, indent=1, allow_nan=False))
 
     write([], False)
     is_complete = _run(benchmark, runs, lambda: write(summarize_runs(runs), False), console)

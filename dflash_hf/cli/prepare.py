@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..data.settings import PreparationSettings
+from ..files import json_digest
 from .options import json_object
 
 if TYPE_CHECKING:
@@ -164,4 +163,4 @@ def _number(text: str) -> float:
 def _version(rows: datasets.Dataset) -> str:
     """A name of the files that the rows were read from; it changes when they do."""
     files = [Path(file["filename"]).parts[-4:] for file in rows.cache_files]
-    return hashlib.blake2b(json.dumps([len(rows), files]).encode(), digest_size=8).hexdigest()
+    return json_digest([len(rows), files])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..blocks.plan import MAX_SAMPLE_ID
+from ..files import digest_number
 from .labels import tokenize_row
 from .packing import PACKING_WINDOW, pack_rows, pack_stream
 
@@ -380,7 +380,7 @@ def prepare_rows(
 def content_id(input_ids: Sequence[int], supervised_mask: Sequence[bool]) -> int:
     """A sample id that depends on the row alone, wherever and whenever it is read."""
     text = f"{input_ids} {supervised_mask}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) & MAX_SAMPLE_ID
+    return digest_number(text, size=8) & MAX_SAMPLE_ID
 
 
 @dataclass

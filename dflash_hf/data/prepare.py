@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..blocks.plan import MAX_SAMPLE_ID
+from ..files import digest_number
 from ..target.loading import TargetText
 from .chat_template import TemplateError, without_nulls
 from .dataset import TOO_LONG, UNSUPERVISED, content_id
@@ -85,8 +85,7 @@ def _words(message: Mapping[str, Any]) -> str:
 
 def _hash(value: Any) -> int:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest) >> (64 - HASH_BITS)
+    return digest_number(text, size=8) >> (64 - HASH_BITS)
 
 
 OVER_LENGTH = "longer than max_length"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,6 +13,7 @@ import datasets
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
+from ..files import differences, json_digest, replace_folder
 from ..target.loading import TargetText
 from .prepare import PreparedRows
 from .settings import PreparationSettings
@@ -41,21 +38,19 @@ def folder_settings(
     Returns:
         `dict`: JSON values.
     """
-    template = json.dumps(text.tokenizer.chat_template, sort_keys=True)
     return {
         "target": target,
         **source,
         **asdict(settings),
         "eos_token_ids": list(text.eos_token_ids),
         "vocabulary_hash": vocabulary_hash(text.tokenizer),
-        "chat_template_hash": hashlib.blake2b(template.encode(), digest_size=8).hexdigest(),
+        "chat_template_hash": json_digest(text.tokenizer.chat_template),
     }
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """A name of the tokens and their ids."""
-    text = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return json_digest(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
 
 
 def read_report(folder: str | Path) -> dict[str, Any] | None:
@@ -105,10 +100,10 @@ def is_prepared_already(folder: Path, settings: Mapping[str, Any], *, overwrite:
     earlier, wanted = report["settings"], json.loads(json.dumps(dict(settings)))
     if earlier == wanted:
         return True
-    names = [name for name in {**earlier, **wanted} if earlier.get(name) != wanted.get(name)]
+    changes = "; ".join(map(str, differences(earlier, wanted)))
     raise ValueError(
-        f"{folder} holds rows that were prepared with other settings ({', '.join(names)}). Name another folder, or "
-        "pass --overwrite."
+        f"{folder} holds rows that were prepared with other settings: {changes}. Name another folder, or pass "
+        "--overwrite."
     )
 
 
@@ -165,10 +160,8 @@ def write_folder(folder: Path, prepared: PreparedRows, report: Mapping[str, Any]
     Raises:
         OSError: it cannot be written. What was there before is left as it was.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        unfinished, replaced = Path(scratch) / "new", Path(scratch) / "old"
-        (unfinished / "data").mkdir(parents=True)
+    with replace_folder(folder) as unfinished:
+        (unfinished / "data").mkdir()
         _write_part(prepared.train, unfinished / "data", "train")
         if prepared.evaluation is not None:
             _write_part(prepared.evaluation, unfinished / "data", EVALUATION_SPLIT)
@@ -176,15 +169,6 @@ def write_folder(folder: Path, prepared: PreparedRows, report: Mapping[str, Any]
             with (unfinished / MISMATCHES).open("w", encoding="utf-8") as stream:
                 stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in prepared.mismatches)
         (unfinished / REPORT).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        if folder.exists():
-            os.rename(folder, replaced)
-        try:
-            os.rename(unfinished, folder)
-        except OSError:
-            if replaced.exists():
-                os.rename(replaced, folder)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def check_prepared(

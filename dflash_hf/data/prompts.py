@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+
+from ..files import json_digest
 
 PROMPT_COLUMNS = ("messages", "conversations", "turns", "prompt", "text")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -35,8 +36,7 @@ class Conversation:
     @property
     def conversation_id(self) -> str:
         """A name made of the content: equal prompts have equal ones, in any file, at any place."""
-        text = json.dumps([self.turns, self.tools], sort_keys=True, ensure_ascii=False)
-        return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        return json_digest([self.turns, self.tools], size=16, ensure_ascii=False)
 
 
 def conversation_of_row(

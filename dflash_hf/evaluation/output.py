@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +14,17 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from ..files import LOCK, SETTINGS, append_line, lock_folder, replace_file
+from ..files import (
+    SETTINGS,
+    Journal,
+    lock_folder,
+    read_journal,
+    read_settings,
+    refuse_foreign_files,
+    refuse_other_settings,
+    remove_partial_files,
+    write_text,
+)
 from ..provenance import target_label
 from .card_section import MeasuredSuite, SuiteRow
 from .report import CONTENTION, DEFINITIONS, MEAN_LABEL, draw_pictures, markdown_report
@@ -49,7 +58,7 @@ class SuiteJournal:
         self.process_index = process_index
         self.pairs: dict[Any, AnswerPair] = {}
         self.runs: list[dict[str, Any]] = []
-        self._file = -1
+        self._journal: Journal | None = None  # opened by `begin`
         self._lock: FileLock | None = None  # of the first process
 
     def __enter__(self) -> SuiteJournal:
@@ -59,23 +68,20 @@ class SuiteJournal:
         self._check_settings()
         if self.process_index == 0:
             self._lock = lock_folder(self.folder)
+            remove_partial_files(self.folder)
             text = json.dumps(self.settings, indent=1, ensure_ascii=False) + "\n"
-            replace_file(self.folder / SETTINGS, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+            write_text(self.folder / SETTINGS, text)
         self.read()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
         if self._lock is not None:
             self._lock.release()
-
-    @property
-    def _path(self) -> Path:
-        return self.folder / JOURNALS.replace("*", f"{self.process_index:05d}")
 
     def begin(self, run: Mapping[str, Any]) -> None:
         """
@@ -84,69 +90,36 @@ class SuiteJournal:
         Args:
             run (`Mapping`): hardware, software and whatever else may differ between runs.
         """
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        content = self._path.read_bytes()
-        os.ftruncate(self._file, content.rfind(b"\n") + 1)
-        append_line(self._file, self._path, {"run": dict(run)})
+        self._journal = Journal(self.folder / JOURNALS.replace("*", f"{self.process_index:05d}"))
+        self._journal.append({"run": dict(run)})
 
     def add(self, pair: AnswerPair) -> None:
         """Keep a pair: it is safe from a kill when this returns."""
-        append_line(self._file, self._path, asdict(pair))
+        if self._journal is None:
+            raise RuntimeError("A pair was added before the run began. Call SuiteJournal.begin first.")
+        self._journal.append(asdict(pair))
         self.pairs[pair.key] = pair
 
     def read(self) -> None:
         """Read the files of all processes anew, whole lines only."""
         self.pairs, self.runs = {}, []
         for path in sorted(self.folder.glob(JOURNALS)):
-            lines = path.read_bytes().split(b"\n")[:-1]  # behind the last line break there is nothing, or half a line
-            for number, line in enumerate(lines, start=1):
-                try:
-                    entry = json.loads(line)
-                    if "run" in entry:
-                        if entry["run"] not in self.runs:
-                            self.runs.append(entry["run"])
-                    else:
-                        pair = AnswerPair(**entry)
-                        self.pairs.setdefault(pair.key, pair)
-                except (ValueError, TypeError) as error:
-                    raise ValueError(
-                        f"{path}, line {number} is damaged ({error}). Delete that line; what it held is answered anew."
-                    ) from error
+            for entry in read_journal(path, _run_or_pair):
+                if isinstance(entry, AnswerPair):
+                    self.pairs.setdefault(entry.key, entry)
+                elif entry not in self.runs:
+                    self.runs.append(entry)
 
     def _check_settings(self) -> None:
-        path = self.folder / SETTINGS
-        if not path.is_file():
-            present = sorted(file.name for file in self.folder.iterdir() if file.name != LOCK)
-            if self.process_index == 0 and any(not name.startswith(".") for name in present):
-                raise ValueError(
-                    f"{self.folder} has files ({', '.join(present[:3])}), but no {SETTINGS} of ours. Name a folder of "
-                    "its own."
-                )
-            return
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no JSON ({error.msg}). Restore it, or name another folder.") from error
-        differing = _differences(earlier, self.settings)
-        if differing:
-            raise ValueError(
-                f"The answers in {self.folder} were made with other settings: {'; '.join(differing)}. Use the same "
-                "settings, or name another folder."
-            )
+        earlier = read_settings(self.folder)
+        if earlier is not None:
+            refuse_other_settings(self.folder, earlier, self.settings)
+        elif self.process_index == 0:
+            refuse_foreign_files(self.folder)
 
 
-def _differences(earlier: Any, wanted: Any, name: str = "") -> list[str]:
-    """Settings that differ, in words, those inside an object by their own names."""
-    if earlier == wanted:
-        return []
-    if isinstance(earlier, dict) and isinstance(wanted, dict):
-        prefix = f"{name} " if name else ""
-        return [
-            words
-            for key in {**earlier, **wanted}
-            for words in _differences(earlier.get(key), wanted.get(key), f"{prefix}{key}")
-        ]
-    return [f"{name} {earlier!r} (now {wanted!r})"]
+def _run_or_pair(entry: dict[str, Any]) -> dict[str, Any] | AnswerPair:
+    return entry["run"] if "run" in entry else AnswerPair(**entry)
 
 
 def model_digest(model: nn.Module) -> str:
@@ -232,8 +205,8 @@ class SuiteOutput:
             "means": [mean.as_dict() for mean in self.means],
             "pairs": [_short(pair) for pair in self.pairs],
         }
-        _write(folder / RESULTS, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        _write(folder / REPORT, markdown_report(self.record, self.results, self.means))
+        write_text(folder / RESULTS, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        write_text(folder / REPORT, markdown_report(self.record, self.results, self.means))
         return reason
 
 
@@ -355,7 +328,3 @@ def _short(pair: AnswerPair) -> dict[str, Any]:
         "num_drafted_tokens": [len(row) for row in pair.drafted_token_ids],
     }
     return {**values, **lengths, "speed_up": pair.speed_up, "num_identical": pair.num_identical}
-
-
-def _write(path: Path, text: str) -> None:
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))

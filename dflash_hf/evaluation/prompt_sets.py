@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import datasets
 
 from ..data.loading import load_rows
 from ..data.prompts import Conversation, conversation_of_row, draw_rows
+from ..files import digest
 
 MATHS = "{}\n\nReason step by step, and put the final answer in \\boxed{{}}."
 PYTHON_FUNCTION = "Complete this Python function, and answer with the whole function:\n\n```python\n{}\n```"
@@ -82,7 +82,7 @@ class PromptSet:
     def digest(self) -> str:
         """`str`: of the conversations in their order."""
         ids = "".join(conversation.conversation_id for conversation in self.conversations)
-        return hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()
+        return digest(ids)
 
 
 def load_prompt_sets(

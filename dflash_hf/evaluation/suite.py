@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.chat_template import chat_inputs
 from ..decoding.generate import speculative_generate
+from ..files import digest_number
 from ..model.modeling_dflash import DFlashDraftModel
 from .compare import PairDecoding, timed
 from .prompt_sets import PromptSet
@@ -177,7 +177,7 @@ class SuiteEvaluation:
         """Answers, seconds, and with a draft the statistics. A pair has a seed of its own, whatever ran before it."""
         arguments = self.decoding.arguments(rows, batch.setting.temperature, max_new_tokens)
         words = f"{self.settings.seed} {batch.key(turn)}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest()))
+        torch.manual_seed(digest_number(words, size=6))
         generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
         statistics: Any = None
         if draft is None:

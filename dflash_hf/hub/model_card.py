@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -22,6 +21,7 @@ from ..checkpoints.read_layouts import TARGET_TENSORS, native_values
 from ..evaluation.card_section import MeasuredSuite
 from ..evaluation.compare import Summary
 from ..evaluation.output import SuiteOutput
+from ..files import digest, write_text
 from ..markdown import (
     NOT_RECORDED,
     arguments_in_words,
@@ -436,7 +436,7 @@ def write_model_card(folder: str | Path, card: DraftCard, *, overwrite: bool = F
     picture = _draw(card, folder / PICTURE_NAME)
     reason = "matplotlib was not installed when this card was written; the table has the numbers."
     has_slots = _slots_of(card) is not None
-    _write_text(folder / FACTS_NAME, json.dumps(card.as_facts(), indent=1, ensure_ascii=False, default=str) + "\n")
+    write_text(folder / FACTS_NAME, json.dumps(card.as_facts(), indent=1, ensure_ascii=False, default=str) + "\n")
     if path.is_file() and not overwrite and not is_own_card(path.read_text(encoding="utf-8", errors="replace")):
         logger.warning(
             f"{path} was edited or comes from elsewhere, so it is kept as it is. Remove or rename it to get the new "
@@ -444,7 +444,7 @@ def write_model_card(folder: str | Path, card: DraftCard, *, overwrite: bool = F
         )
         return False
     suite_pictures = [name for name in (card.suite.pictures if card.suite else ()) if (folder / name).is_file()]
-    _write_text(path, str(card.render(picture, reason if has_slots else None, suite_pictures)))
+    write_text(path, str(card.render(picture, reason if has_slots else None, suite_pictures)))
     return True
 
 
@@ -459,21 +459,11 @@ def is_own_card(content: str) -> bool:
         `bool`
     """
     mark = MARK.search(content)
-    return mark is not None and mark.group(1) == _digest(content[: mark.start()])
-
-
-def _digest(content: str) -> str:
-    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    return mark is not None and mark.group(1) == digest(content[: mark.start()])
 
 
 def _mark(content: str) -> str:
-    return (
-        f"\n<!-- Written by dflash_hf, digest {_digest(content)}. A text that was edited is never overwritten. -->\n"
-    )
-
-
-def _write_text(path: Path, content: str) -> None:
-    path.write_text(content, encoding="utf-8", newline="\n")
+    return f"\n<!-- Written by dflash_hf, digest {digest(content)}. A text that was edited is never overwritten. -->\n"
 
 
 def license_of_folder(folder: str | None) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from ..files import digest_number
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class TurnRequest:
     def seed(self, seed: int) -> int:
         """A seed (32 bits) of this answer alone, made of the run's: the same in any order, batch and rerun."""
         text = f"{seed} {self.turn} {self.conversation_id}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
+        return digest_number(text, size=4)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data.prompts import Conversation, conversation_of_row
+from ..files import digest_number
 from ..provenance import target_label
 from .requests import Answer, AnswerEngine, Failure, RequestFeed, Sampling, TurnRequest
 from .shards import RowShards
@@ -63,8 +63,7 @@ class RegenerationSettings:
         """What the chat template gets for a conversation."""
         kwargs = dict(self.chat_template_kwargs)
         if self.thinking_share is not None:
-            digest = hashlib.blake2b(conversation_id.encode(), digest_size=6).digest()
-            kwargs["enable_thinking"] = int.from_bytes(digest) < self.thinking_share * 2**48
+            kwargs["enable_thinking"] = digest_number(conversation_id, size=6) < self.thinking_share * 2**48
         return kwargs
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,19 @@ from datasets import Json, List, Value
 from datasets.info import DatasetInfosDict
 from huggingface_hub import DatasetCardData
 
-from ..files import JOURNAL, LOCK, SETTINGS, append_line, lock_folder, partial_path, replace_file
+from ..files import (
+    JOURNAL,
+    SETTINGS,
+    Journal,
+    lock_folder,
+    read_journal,
+    read_settings,
+    refuse_foreign_files,
+    refuse_other_settings,
+    remove_partial_files,
+    replace_file,
+    write_text,
+)
 from ..provenance import target_label
 from .defaults import FORMATS, ROWS_PER_SHARD
 
@@ -120,24 +131,20 @@ class RowShards:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is a file. Rows are written as shards: name a folder.")
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
-        if not (self.folder / SETTINGS).is_file():
-            present = {path.name for path in (*self.folder.iterdir(), *(self.folder / "data").iterdir())}
-            ours = {self.folder / CARD, self.folder / SETTINGS}
-            if present - {LOCK, "data", CARD, JOURNAL, *(partial_path(path).name for path in ours)}:
-                raise ValueError(f"{self.folder} has files, but no {SETTINGS} of ours. Name a folder of its own.")
-        self._lock, self._journal = lock_folder(self.folder), -1
-        try:
+        if read_settings(self.folder) is None:
+            for folder in (self.folder, self.folder / "data"):
+                refuse_foreign_files(folder, known=("data", CARD, JOURNAL))
+        self._lock = lock_folder(self.folder)
+        with ExitStack() as undo:
+            undo.callback(self._lock.release)
             self._read_shards()
-            self._journal = os.open(self.folder / JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
+            self._journal = Journal(self.folder / JOURNAL)
+            undo.callback(self._journal.close)
             self._read_journal()
             self._check_settings()
-            # What failed is tried again, so the report of the last run is void
-            self._failed = (self.folder / FAILED).open("wb", buffering=0)
-        except BaseException:
-            if self._journal >= 0:
-                os.close(self._journal)
-            self._lock.release()
-            raise
+            self._failures = Journal(self.folder / FAILED)
+            self._failures.clear()  # requests that failed in the last run are made again
+            undo.pop_all()
         return self
 
     def __exit__(
@@ -147,11 +154,8 @@ class RowShards:
         try:
             self._write_shard()
         finally:
-            os.close(self._journal)
-            self._failed.close()
-            for name in (FAILED, JOURNAL):
-                if (self.folder / name).stat().st_size == 0:
-                    (self.folder / name).unlink()
+            self._journal.close()
+            self._failures.close()
             self._lock.release()
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -165,7 +169,7 @@ class RowShards:
             OSError: it cannot be written, for instance because the disk is full. No part of it stays.
         """
         whole = _whole_row(row)
-        append_line(self._journal, self.folder / JOURNAL, whole)
+        self._journal.append(whole)
         self._newest.append(whole)
         self.done_ids.add(whole["conversation_id"])
         if len(self._newest) >= self.rows_per_shard:
@@ -173,36 +177,25 @@ class RowShards:
 
     def add_failure(self, row: Mapping[str, Any]) -> None:
         """Write a line into the file of failures, which each run begins anew."""
-        append_line(self._failed.fileno(), self.folder / FAILED, row)
+        self._failures.append(row)
 
     def _check_settings(self) -> None:
         """Refuse other settings; a folder without rows takes any."""
-        path = self.folder / SETTINGS
         text = json.dumps(self.settings, indent=1)
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no JSON ({error.msg}). Restore it, or name another folder.") from error
-        wanted = json.loads(text)
+        earlier, wanted = read_settings(self.folder), json.loads(text)
         if earlier == wanted:
             return
         if self.done_ids:
-            earlier = earlier or {}
-            names = [name for name in {**earlier, **wanted} if earlier.get(name) != wanted.get(name)]
-            changes = ", ".join(f"{name} {earlier.get(name)!r} (now {wanted.get(name)!r})" for name in names)
-            raise ValueError(
-                f"The rows of {self.folder} were made with other settings: {changes}. One folder holds rows of one "
-                "kind: use the same settings, or name another folder."
-            )
-        replace_file(self.folder / CARD, lambda temporary: temporary.write_text(_card(self.settings)))
-        replace_file(path, lambda temporary: temporary.write_text(text + "\n"))
+            refuse_other_settings(self.folder, earlier or {}, wanted)
+        write_text(self.folder / CARD, _card(self.settings))
+        write_text(self.folder / SETTINGS, text + "\n")
 
     def _shards(self) -> list[Path]:
         return sorted(path for path in (self.folder / "data").glob("train-*") if path.suffix[1:] in FORMATS)
 
     def _read_shards(self) -> None:
-        for leftover in (self.folder / "data").glob(".*.partial"):
-            leftover.unlink()
+        for folder in (self.folder, self.folder / "data"):
+            remove_partial_files(folder)
         for path in self._shards():
             try:
                 if path.suffix == ".parquet":
@@ -218,14 +211,12 @@ class RowShards:
 
     def _read_journal(self) -> None:
         """Take over the rows that no shard has, and cut off half a line."""
-        content = (self.folder / JOURNAL).read_bytes()
-        complete = content[: content.rfind(b"\n") + 1]
-        os.ftruncate(self._journal, len(complete))
-        for line in complete.split(b"\n")[:-1]:
-            row = _whole_row(json.loads(line))
+        for row in read_journal(self._journal.path, _whole_row):
             if row["conversation_id"] not in self.done_ids:  # the kill came between the shard and the journal's end
                 self.done_ids.add(row["conversation_id"])
                 self._newest.append(row)
+        if not self._newest:
+            self._journal.clear()
 
     def _write_shard(self) -> None:
         if not self._newest:
@@ -237,7 +228,7 @@ class RowShards:
         write = dataset.to_parquet if self.file_format == "parquet" else dataset.to_json
         with _quiet_datasets():
             replace_file(path, lambda temporary: write(str(temporary)))
-        os.ftruncate(self._journal, 0)
+        self._journal.clear()
 
 
 def _card(settings: Mapping[str, Any]) -> str:

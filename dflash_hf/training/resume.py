@@ -15,6 +15,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
 
+from ..files import differences
 from ..model.configuration_dflash import DFlashConfig
 
 logger = logging.get_logger(__name__)
@@ -136,24 +137,20 @@ def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str,
     problems = []
     if (Path(folder) / "config.json").is_file():
         saved = DFlashConfig.from_pretrained(folder)
-        problems = [
-            f"{field} {getattr(saved, field)}, this draft has {getattr(config, field)}"
-            for field in DRAFT_FIELDS
-            if getattr(saved, field) != getattr(config, field)
-        ]
+        changes = differences(*({field: getattr(each, field) for field in DRAFT_FIELDS} for each in (saved, config)))
+        problems = [str(change) for change in changes]
     record = (state.get("stateful_callbacks") or {}).get(RunRecord.__name__) or {}
     recorded = {**record.get("args", {})}
-    changed = {
-        key: (recorded[key], value) for key, value in values.items() if key in recorded and recorded[key] != value
-    }
+    known = {key: recorded[key] for key in values if key in recorded}
+    changed = {change.name: change for change in differences(known, {key: values[key] for key in known})}
     if "use_muon" in changed:
-        problems.append("use_muon {}, these arguments say {}".format(*changed.pop("use_muon")))
+        problems.append(str(changed.pop("use_muon")))
     weights = changed.pop("target_fingerprint", None)
-    if weights is not None and None not in weights:
+    if weights is not None and None not in weights[1:]:
         other_name = changed.pop("target", None)
         if other_name is not None or values["target"] is None:
-            before, now = (target or "without a name" for target in other_name or (None, None))
-            problems.append(f"the target {before}, this is the target {now} with other weights")
+            before, now = (target or "without a name" for target in (other_name or (None, None, None))[1:])
+            problems.append(f"the target was {before} and is now {now} with other weights")
         else:
             logger.warning(
                 f"{name} was trained with other weights of the target {values['target']} (another revision or "
@@ -163,11 +160,12 @@ def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str,
         changed.pop("target", None)  # the same weights in another folder
     if problems:
         raise ValueError(
-            f"{name} cannot be resumed: it was trained with {'; '.join(problems)}. Continue with the draft, target "
-            "and optimizer it was trained with, or train without resume_from_checkpoint and in another output_dir."
+            f"{name} cannot be resumed, because the draft, target or optimizer changed: {'; '.join(problems)}. "
+            "Continue with the draft, target and optimizer it was trained with, or train without "
+            "resume_from_checkpoint and in another output_dir."
         )
     if changed:
-        details = ", ".join(f"{key} was {before} and is {now}" for key, (before, now) in changed.items())
+        details = "; ".join(map(str, changed.values()))
         logger.warning(f"Resuming {name} gives another run than without the stop: {details}.")
 
 
