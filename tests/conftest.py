@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import functools
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -91,17 +93,29 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a tiny chat target (vocabulary of the byte tokenizer plus padding rows), saved once for all tests."""
+    root, tokenizer = tmp_path_factory.mktemp("targets"), make_tokenizer()
+    common = {"vocab_size": 272, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+
+    @functools.cache
+    def save(**overrides: Any) -> Path:
+        folder = root / str(len(list(root.iterdir())))
+        make_target(**{**common, **overrides}).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
 @pytest.fixture
-def saved_target(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., str]:
-    """Save a tiny chat target (vocabulary of the byte tokenizer plus padding rows) and return its folder."""
+def saved_target(tmp_path: Path, target_folder: Callable[..., Path]) -> Callable[..., str]:
+    """Put a tiny chat target into the test's own folder, under a name, and return where it is."""
 
     def save(name: str = "target", **overrides: Any) -> str:
-        values = {"vocab_size": 272, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        model = make_target(**{**values, **overrides})
-        folder = tmp_path / name
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return str(folder)
+        torch.manual_seed(0)  # the same numbers follow, whether the target is made here or was made before
+        return str(shutil.copytree(target_folder(**overrides), tmp_path / name, dirs_exist_ok=True))
 
     return save
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 import yaml
 from conftest import make_draft
@@ -65,73 +67,122 @@ def test_a_wrong_anchor_would_be_found():
     assert "the-loss" not in anchors(ROOT / "docs" / "training.md")
 
 
-# ---- Python ----
-
-# Pages whose blocks another test runs, because they need more than a tiny pair.
-RUN_ELSEWHERE = {
-    "docs/decoding.md": "test_docs.py: compares the texts with plain generation",
-    "docs/checkpoints.md": "test_docs.py",
-    "docs/data.md": "test_docs.py: looks at what the blocks made",
-    "docs/sharing.md": "test_docs.py: needs a Hub",
-    "docs/training.md": "test_model_card.py: looks at the card",
-    "README.md": "test_docs.py",
-    **{
-        f"model_cards/{facts.parent.name}/README.md": "test_model_card.py: the snippets of fresh cards"
-        for facts in ROOT.glob("model_cards/*/card_facts.json")
-    },
-}
 # Blocks that cannot run here, by their page and number.
 NOT_RUN = {
     ("docs/scaling.md", 1): "needs eight accelerators; tests/distributed_worker.py does it on two CPU processes",
 }
+CARDS = [name_of(facts.parent / "README.md") for facts in sorted(ROOT.glob("model_cards/*/card_facts.json"))]
+EACH_BLOCK_ALONE = {"README.md", "docs/checkpoints.md", *CARDS}  # the others are read from top to bottom
+IN_A_PROCESS_GROUP = {"docs/scaling.md"}
+WITH_PYTHON = [
+    pytest.param(page, id=name_of(page), marks=[pytest.mark.spawns] if name_of(page) in IN_A_PROCESS_GROUP else [])
+    for page in PAGES
+    if blocks(page, "python")
+]
 
 
-@pytest.mark.parametrize("path", [page for page in PAGES if blocks(page, "python")], ids=name_of)
-def test_python_of_a_page_runs_from_top_to_bottom_or_is_known_to_run_elsewhere(
-    path, saved_target, tmp_path, monkeypatch
-):
-    name = name_of(path)
-    if name in RUN_ELSEWHERE:
-        where = RUN_ELSEWHERE[name].split(":")[0].split()[0]
-        text = (ROOT / "tests" / where).read_text()
-        assert Path(name).name in text or "model_cards" in text
-        return
+@pytest.fixture
+def tiny_pair(saved_target, tokenizer, tmp_path, monkeypatch) -> dict[str, Any]:
+    """Enter a folder with a saved tiny pair and some rows; returns the pair under the names that guides give it."""
     monkeypatch.chdir(tmp_path)
-    target = saved_target(num_hidden_layers=8)
-    draft = make_draft(AutoModelForCausalLM.from_pretrained(target), mask_token_id=270)
-    for folder in ("draft", "my-draft"):
-        draft.save_pretrained(tmp_path / folder)
+    target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))
+    draft = make_draft(target, mask_token_id=270)
+    draft.save_pretrained(tmp_path / "my-draft")
     row = '{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]}\n'
     (tmp_path / "answers.jsonl").write_text(row * 3)
-    (tmp_path / "answers-0" / "data").mkdir(parents=True)
-    script = "\n".join(block for index, block in enumerate(blocks(path, "python")) if (name, index) not in NOT_RUN)
-    script = script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", target)
-    script = script.replace("dflash-demo/draft", str(tmp_path / "draft"))
-    if "fully_shard" in script:
-        run_in_a_process_group(script, tmp_path)
-    else:
-        exec(compile(script, name, "exec"), {"__name__": "guide"})
+    inputs = {"input_ids": torch.tensor([[5, 9, 11]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    return {"target": target, "draft": draft, "tokenizer": tokenizer, "inputs": inputs}
 
 
-def run_in_a_process_group(script: str, folder: Path) -> None:
+def runnable_blocks(path: Path, target: str) -> list[str]:
+    """Python blocks of a page that can run here, with the names of models and repositories replaced by ours."""
+    found = []
+    for index, block in enumerate(blocks(path, "python")):
+        if (name_of(path), index) not in NOT_RUN:
+            block = re.sub(r'"(HuggingFaceTB/SmolLM2-135M-Instruct|google/gemma-3-270m)"', repr(target), block)
+            block = re.sub(r'"(dflash-demo/draft|[\w.-]+-DFlash(-demo)?)"', '"my-draft"', block)
+            found.append(block.replace('"me/', '"writer/'))
+    return found
+
+
+def run_blocks(path: Path, pair: dict[str, Any]) -> dict[str, Any]:
+    """Run every Python block of a page and return the names it made."""
+    names = {**pair, "__name__": "guide"}
+    for index, block in enumerate(runnable_blocks(path, pair["target"].name_or_path)):
+        if name_of(path) in EACH_BLOCK_ALONE:
+            names = {"__name__": "guide"}
+        exec(compile(block, f"{name_of(path)}, Python block {index}", "exec"), names)
+    return names
+
+
+def check_decoding_guide(names: dict[str, Any]) -> None:
+    target, tokenizer = names["target"], names["tokenizer"]
+    plain = target.generate(**names["inputs"], max_new_tokens=32)
+    assert torch.equal(names["sequences"], plain)
+    continued = target.generate(**names["longer"], max_new_tokens=32)
+    assert torch.equal(names["answer"].sequences, continued)
+    assert tokenizer.padding_side == "left"
+
+
+def check_data_guide(names: dict[str, Any]) -> None:
+    assert names["written"] == "It is 4.<|end|>"
+    assert names["progress"].num_answered == 1
+
+
+def check_sharing_guide(names: dict[str, Any]) -> None:
+    assert set(names["commits"]) == {"writer/my-draft", "writer/my-draft-serving-DFlash"}
+    assert torch.equal(names["output"], names["target"].generate(**names["inputs"], max_new_tokens=32))
+
+
+def check_training_guide(names: dict[str, Any]) -> None:
+    measured = names["card"].measured
+    card = Path("my-draft", "README.md").read_text()
+    assert f"| acceptance length | {measured.accept_len:.2f} of 4 |" in card
+    assert "| answers identical token by token | 1 of 1 |" in card
+    assert "| prompts | one sum |" in card
+    assert "not recorded" in card  # which loop, say
+
+
+CHECKS = {
+    "docs/decoding.md": check_decoding_guide,
+    "docs/data.md": check_data_guide,
+    "docs/sharing.md": check_sharing_guide,
+    "docs/training.md": check_training_guide,
+}
+
+
+@pytest.mark.parametrize("path", WITH_PYTHON)
+def test_python_of_a_page_runs(path, tiny_pair, request):
+    name = name_of(path)
+    if name in IN_A_PROCESS_GROUP:
+        run_in_a_process_group(path, tiny_pair["target"].name_or_path)
+        return
+    if name == "docs/sharing.md":
+        request.getfixturevalue("hub")
+        tiny_pair["draft"].config.target_name_or_path = "org/target"
+    names = run_blocks(path, tiny_pair)
+    if name in CHECKS:
+        CHECKS[name](names)
+
+
+def run_in_a_process_group(path: Path, target: str) -> None:
     """As `torchrun` would, in one process."""
     rows = "import datasets; datasets.load_dataset('json', data_files='answers.jsonl', split='train')"
     rows += ".to_parquet('answers-0/data/train-00000.parquet')\n"
-    (folder / "script.py").write_text(rows + script)
+    Path("answers-0/data").mkdir(parents=True)
+    Path("script.py").write_text("\n".join([rows, *runnable_blocks(path, target)]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert (folder / "draft" / "training_args.bin").is_file()  # it was trained
+    assert Path("draft", "training_args.bin").is_file()  # it was trained
 
 
-def test_blocks_that_are_not_run_are_there():
+def test_blocks_that_are_not_run_are_there_and_pages_of_their_own_kind_too():
     for name, index in NOT_RUN:
         assert index < len(blocks(ROOT / name, "python"))
-    assert all(blocks(ROOT / name, "python") for name in RUN_ELSEWHERE)
-
-
-# ---- shell ----
+    with_python = {name_of(page) for page in PAGES if blocks(page, "python")}
+    assert with_python >= {*EACH_BLOCK_ALONE, *IN_A_PROCESS_GROUP, *CHECKS}
 
 
 def commands_in(text: str) -> list[list[str]]:
@@ -228,11 +279,108 @@ def test_defaults_in_the_guide_to_hyperparameters_are_those_of_the_package():
     assert len(told) >= 7
 
 
-# ---- README and site ----
+@pytest.mark.parametrize("name", ["regenerate", "prepare", "inspect"])
+def test_options_in_the_data_guide_are_those_of_the_commands(name):
+    text = (ROOT / "docs" / "data.md").read_text().split(f"\n## {name.capitalize()}\n")[1].split("\n## ")[0]
+    text = "\n".join(line for line in text.splitlines() if not line.startswith(("dflash-hf train ", "vllm ")))
+    command = typer.main.get_command(app).commands[name]
+    named = set(re.findall(r"--[a-z][a-z-]*", text.replace("`train --dataset`", "")))
+    assert named == {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
 
 
-def test_the_readme_is_at_most_200_lines():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+def test_shell_lines_of_the_sharing_guide_name_options_of_the_command():
+    text = (ROOT / "docs" / "sharing.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("dflash-hf push")]
+    known = {option for each in typer.main.get_command(app).commands["push"].params for option in each.opts}
+    named = {option for line in lines for option in re.findall(r"--[a-z-]+", line)} | {"--target-name"}
+    assert len(lines) == 2
+    assert named == {option for option in known if option.startswith("--")} - {"--help"}
+
+
+def test_readme_opens_with_the_two_set_up_commands_and_stays_short():
+    text = (ROOT / "README.md").read_text()
+    commands = re.search(r"```bash\n(.*?)```", text, flags=re.DOTALL).group(1).splitlines()
+    assert commands == ['pip install -e ".[demo]" && dflash-hf demo', 'pip install -e ".[test]" && pytest']
+    assert len(text.splitlines()) <= 200
+
+
+def test_arguments_named_in_the_training_guide_exist():
+    known = {*DraftAndDataArguments.__dataclass_fields__, *DFlashTrainingArguments.__dataclass_fields__}
+    names = set(re.findall(r"`([a-z]+_[a-z_0-9]+)(?:=[^`]*)?`", (ROOT / "docs" / "training.md").read_text()))
+    columns = {"input_ids", "loss_mask", "accept_len", "device_map"}
+    metrics = {"eval_loss", "eval_accept_len", "eval_slot_accuracy_k", "eval_serving_accept_len"}
+    assert names - columns - metrics <= known
+    assert len(names) > 15
+
+
+def guide_cells(heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading of the decoding guide, row by row."""
+    text = (ROOT / "docs" / "decoding.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    first_end = next((i for i, row in enumerate(rows) if i > 1 and set(row[0]) == {"-"}), len(rows))
+    return rows[2:first_end]
+
+
+def test_statistics_in_the_decoding_guide_are_those_of_a_call():
+    from dflash_hf import DecodingStatistics
+
+    named = [name for cells in guide_cells("Statistics") for name in re.findall(r"`(\w+)`", cells[0])]
+    assert sorted(named) == sorted(DecodingStatistics(block_size=4, num_tokens=1, rest_s=1.0).as_dict())
+
+
+def test_processors_in_the_decoding_guide_are_treated_as_it_says():
+    from dflash_hf.decoding.logits_processing import PREFIX_FREE, ROW_NUMBERED, STATEFUL
+
+    cells = guide_cells("Stopping, processors, chats")
+    for line, kinds in ((0, PREFIX_FREE), (3, STATEFUL), (4, ROW_NUMBERED)):
+        assert set(re.findall(r"`(\w+)`", cells[line][0])) == {kind.__name__ for kind in kinds}
+
+
+def test_arguments_and_constants_in_the_decoding_guide_exist():
+    from transformers import GenerationConfig
+
+    from dflash_hf.decoding.loop import WAITING_TOKENS
+
+    text = (ROOT / "docs" / "decoding.md").read_text()
+    own = {*inspect.signature(dflash_hf.dflash_decoding).parameters}
+    own |= {*inspect.signature(dflash_hf.speculative_generate).parameters}
+    of_generate = {*vars(GenerationConfig()), "custom_generate", "assistant_model", "speculation_type", "cache"}
+    arguments = set(re.findall(r"`(\w+)=[^`]*`", text))
+    assert arguments <= own | of_generate
+    assert arguments >= {"block_size", "tree_size", "proposal", "cache"}
+    assert f"`WAITING_TOKENS` = {WAITING_TOKENS} " in text
+
+
+def test_shell_options_in_the_decoding_guide_are_those_of_the_commands():
+    commands = typer.main.get_command(app).commands
+    text = (ROOT / "docs" / "decoding.md").read_text().split("## From the shell\n")[1].split("\n## ")[0]
+    block, prose = text.split("```bash\n")[1].split("```", 1)
+    of_chat, of_bench = (part for part in prose.split("\n\n") if part.strip().startswith(("`chat`", "`bench")))
+    for start, prose_part, command in (
+        ("dflash-hf chat", of_chat, commands["chat"]),
+        ("dflash-hf bench decode", of_bench, commands["bench"].commands["decode"]),
+    ):
+        lines = " ".join(line[line.index(start) :] for line in block.splitlines() if start in line)
+        named = set(re.findall(r"--[a-z][a-z-]*", lines + prose_part))
+        assert named == {option for parameter in command.params for option in parameter.opts} - {"--help"}
+
+
+@pytest.mark.parametrize("name", ["checkpoints.md", "serving.md"])
+def test_shell_lines_of_the_guides_about_checkpoints_are_understood(name):
+    commands = typer.main.get_command(app).commands
+    lines = re.findall(r"^dflash-hf (\w+) ([^#\n]*)", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE)
+    assert {command for command, _ in lines} == {"convert", "check"}
+    for command, arguments in lines:
+        known = {option for parameter in commands[command].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= known
+
+
+def test_readme_shell_flags_exist():
+    known = {*DraftAndDataArguments.__dataclass_fields__, *DFlashTrainingArguments.__dataclass_fields__}
+    (command,) = re.findall(r"(dflash-hf train --.*?)\ndflash-hf", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    flags = re.findall(r"--(\w+)", command)
+    assert flags
+    assert set(flags) <= known
 
 
 def pages_in(entries: list) -> list[str]:
@@ -263,6 +411,7 @@ def test_public_names_and_those_that_pages_import_are_in_the_reference():
             assert entries & {module, f"{module}.{name}", f"dflash_hf.{name}"}, (module, name)
 
 
+@pytest.mark.spawns
 def test_the_site_builds_without_a_warning_and_its_names_are_links(tmp_path):
     pytest.importorskip("mkdocs", reason='the site needs pip install -e ".[docs]"')
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

@@ -574,21 +574,6 @@ def test_the_transformers_snippets_run_against_the_saved_folder(saved_target, tm
     assert json.loads(tokens) == names["output"].tolist()
 
 
-def test_the_guides_way_to_add_a_measurement_runs(saved_target, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))
-    draft = make_draft(target, mask_token_id=270)
-    draft.save_pretrained(tmp_path / "my-draft")
-    (block,) = [block for block in snippets((ROOT / "docs" / "training.md").read_text()) if "DraftCard" in block]
-    names = {"target": target, "draft": draft, "tokenizer": tokenizer}
-    exec(compile(block, "docs/training.md", "exec"), names)
-    rows = rows_in(ModelCard.load(tmp_path / "my-draft" / "README.md").content, "Measured: generation")
-    assert rows["acceptance length"] == f"{names['card'].measured.accept_len:.2f} of 4"
-    assert rows["answers identical token by token"] == "1 of 1"
-    assert rows["prompts"] == "one sum"
-    assert NOT_RECORDED in rows.values()  # which loop, say
-
-
 def test_a_target_without_a_chat_template_is_asked_in_plain_text(saved_target, tokenizer, tmp_path, capsys):
     target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))
     tokenizer.chat_template = None
