@@ -14,12 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from transformers.generation.streamers import BaseStreamer
 
 from ..data.chat_template import chat_inputs
+from ..data.detokenize import IncrementalDetokenizer
 from ..decoding.generate import speculative_generate
 from ..decoding.loop import VerifyPass
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
 
-INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 WARM_UP_TOKENS = 24
 WARM_UP_S = 5.0  # a slow target measures fewer tokens
 
@@ -53,11 +53,9 @@ class TokenText:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
         self.text = ""
-        self._ids: list[int] = []  # those that gave the last piece, as context for spaces, and all after them
-        self._num_given = 0  # characters of their text
-        self._held: list[bool] = []  # of the tokens with text not given yet: whether they were drafted
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True)
+        self._held: list[bool] = []  # for each token whose text is held back: whether it was drafted
 
     def put(self, token_ids: Iterable[int], num_drafted: int = 0) -> list[Span]:
         """
@@ -72,40 +70,27 @@ class TokenText:
         """
         spans: list[Span] = []
         for index, token_id in enumerate(token_ids):
-            self._ids.append(token_id)
-            self._held.append(index < num_drafted)
-            text = self._decode()
-            complete = text.rstrip(INCOMPLETE)
-            if len(text) == self._num_given:
-                self._held.pop()  # a token without text
-            elif len(complete) > self._num_given:
-                self._give(spans, complete)
-                if complete == text:
-                    self._ids = self._ids[-len(self._held) :]
-                    self._num_given, self._held = len(self._decode()), []
-                else:  # only the last token can have begun what is held back now
-                    self._num_given, self._held = len(complete), self._held[-1:]
+            piece = self._detokenizer.put(token_id)
+            if piece:
+                held = [*self._held, index < num_drafted]
+                self._give(spans, piece, all(held))
+                self._held = held[len(held) - self._detokenizer.num_pending :]
+            elif self._detokenizer.num_pending > len(self._held):
+                self._held.append(index < num_drafted)
         return spans
 
     def end(self) -> list[Span]:
-        """The characters that were held back and will not be completed, as the tokenizer writes them."""
+        """Return the characters that were held back and will not be completed."""
         spans: list[Span] = []
-        text = self._decode()
-        if len(text) > self._num_given:
-            self._give(spans, text)
-            self._num_given = len(text)
+        if piece := self._detokenizer.end():
+            self._give(spans, piece, all(self._held))
         return spans
 
-    def _decode(self) -> str:
-        text = self.tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
-
-    def _give(self, spans: list[Span], text: str) -> None:
-        span = Span(text[self._num_given :], all(self._held))
-        self.text += span.text
-        if spans and spans[-1].is_drafted == span.is_drafted:
-            span = Span(spans.pop().text + span.text, span.is_drafted)
-        spans.append(span)
+    def _give(self, spans: list[Span], text: str, is_drafted: bool) -> None:
+        self.text += text
+        if spans and spans[-1].is_drafted == is_drafted:
+            text = spans.pop().text + text
+        spans.append(Span(text, is_drafted))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
 from .dataset import DFlashCollator, prepare_row
+from .detokenize import IncrementalDetokenizer
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int]) -> list[str]:
@@ -30,22 +31,10 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int]) -
         `list[str]`, one for each token: empty if its bytes end inside a character, which then belongs to the token
         that completes it.
     """
-
-    def decode(first: int, after: int) -> str:
-        return str(
-            tokenizer.decode(
-                list(input_ids[first:after]), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
-
-    pieces = [""] * len(input_ids)
-    first = told = 0  # decoding starts one piece early: some decoders drop a blank at the very beginning
-    for index in range(len(input_ids)):
-        known, text = decode(first, told), decode(first, index + 1)
-        is_last = index + 1 == len(input_ids)
-        if len(text) > len(known) and (is_last or not text.endswith("\N{REPLACEMENT CHARACTER}")):
-            pieces[index] = text[len(known) :]
-            first, told = told, index + 1
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.put(token_id) for token_id in input_ids]
+    if pieces:
+        pieces[-1] += detokenizer.end()
     return pieces
 
 
