@@ -87,7 +87,7 @@ class Bigram:
 @pytest.mark.parametrize("proposal", ["argmax", "sample"])
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_first_and_second_token_have_the_targets_distribution(processors, proposal):
-    """Case 36."""
+    """Verifying against another distribution than the one the proposal was sampled from would bias the text."""
     torch.manual_seed(0)
     is_slow = processors == "by_prefix"  # one call a row and slot
     bigram = Bigram(PROCESSORS[processors], 1_000 if is_slow else NUM_DRAWS)
@@ -135,7 +135,7 @@ def test_the_p_value_is_that_of_the_tables():
 
 def test_argmax_proposals_are_accepted_more_often_than_ones_sampled_slot_by_slot():
     """
-    Case 37: the text goes on in one of two ways, and a draft that knows their shares cannot sample one of them whole.
+    The text goes on in one of two ways, and a draft that knows their shares cannot sample one of them whole.
 
     The best tokens of all slots fit together; drawn one by one, seven tokens of one way are as rare as seven heads.
     """
@@ -220,7 +220,7 @@ def plain_pairs(target, prompt: torch.Tensor, top_k: int, temperature: float) ->
 
 @pytest.mark.parametrize("how", [{"proposal": "argmax"}, {"proposal": "sample"}, {"tree_size": 12}])
 def test_sampled_rows_of_the_whole_loop_have_the_distribution_of_plain_sampling(how):
-    """Case 38, too: `num_return_sequences`. The first token is the prefill's, the second a drafted pass's."""
+    """Also with `num_return_sequences`. The first token is the prefill's, the second a drafted pass's."""
     torch.manual_seed(0)
     target = make_target(initializer_range=0.15)
     draft = make_guessing_draft(target)

@@ -119,7 +119,7 @@ def test_with_few_windows_every_window_appears_once_without_replacement():
 
 
 def test_supervision_in_the_tail_alone_gives_a_block():
-    """Case 7: one valid anchor is enough."""
+    """One valid anchor is enough: none is lost to a count that is too small by one."""
     plan = build([[1] * 9], [3], supervised_mask=[[0] * 8 + [1]], partial_windows=True, replacement=False)
     assert plan.anchor_positions[plan.block_valid].tolist() == [7]
     assert plan.loss_mask.sum() == 1

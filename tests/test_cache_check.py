@@ -28,7 +28,7 @@ def count_passes(target) -> list[int]:
 
 @pytest.mark.parametrize("name", [name for name in NOT_CONTINUING if name != "llama4"])
 def test_a_target_that_starts_anew_is_refused_before_the_prefill(name):
-    """Case 41: its text would be wrong without any error."""
+    """Its text would be wrong without any error."""
     target = make_family(name)
     target.config.name_or_path = "some/target"
     draft = make_draft(target)
@@ -95,7 +95,7 @@ def test_a_check_leaves_no_trace_in_the_text():
 
 
 def test_layers_of_unknown_type_are_named_before_the_prefill():
-    """Case 41."""
+    """Nothing is known of how such a cache goes on, so the text could be wrong without any error."""
     target = make_family("llama4")
     draft = make_draft(target)
     passes = count_passes(target)

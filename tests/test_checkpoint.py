@@ -64,7 +64,7 @@ TARGETS = {
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_embedding_and_head_read_from_a_checkpoint_equal_the_live_ones(kind, sharded, tmp_path):
-    """Case 4: never random, tied or not; the embedding module keeps its scale."""
+    """A tied target's file has no `lm_head.weight`; its head is not random. The embedding module keeps its scale."""
     target = TARGETS[kind]().eval()
     target.save_pretrained(tmp_path / "target", **({"max_shard_size": "20KB"} if sharded else {}))
     if sharded:
@@ -89,7 +89,7 @@ def test_block_inputs_are_the_anchor_then_masks(draft, target):
 
 
 def test_only_the_drafts_tensors_are_saved_and_come_back_bit_for_bit(draft, tmp_path):
-    """Case 27."""
+    """The target's embedding and head would make a draft of several gigabytes, or tensors that share memory."""
     draft.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
@@ -134,7 +134,7 @@ def test_untied_use_raises_what_transformers_expects(draft, tmp_path):
 
 
 def test_a_moved_target_does_not_keep_the_draft_from_loading(draft, tmp_path):
-    """Case 28."""
+    """Its repository may have moved or be gated; the weights load alone and are tied later."""
     draft.config.target_name_or_path = str(tmp_path / "gone")
     draft.save_pretrained(tmp_path / "draft")
     loaded = DFlashDraftModel.from_pretrained(tmp_path / "draft")
@@ -211,7 +211,6 @@ def test_loading_info_is_given_on_request(draft, tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated weights", "empty configuration", "no folder"])
 def test_damaged_checkpoints_end_in_an_error_not_in_random_weights(draft, damage, tmp_path):
-    """Case 33."""
     draft.save_pretrained(tmp_path / "draft")
     if damage == "truncated weights":
         weights = tmp_path / "draft" / "model.safetensors"
@@ -266,7 +265,7 @@ def pair_on_disk(tmp_path) -> Path:
 
 
 def test_a_saved_draft_loads_without_the_package_through_remote_code(pair_on_disk):
-    """Case 31: two source files travel with the checkpoint, and again with what is saved from it."""
+    """Two source files travel with the checkpoint, and again with what is saved from it."""
     config = json.loads((pair_on_disk / "draft" / "config.json").read_text())
     assert config["auto_map"]["AutoModel"] == "modeling_dflash.DFlashDraftModel"
     blocked = "\n".join(
@@ -288,7 +287,7 @@ def test_a_saved_draft_loads_without_the_package_through_remote_code(pair_on_dis
 
 
 def test_local_folders_need_no_network(pair_on_disk):
-    """Case 32."""
+    """Loading, tying, training and saving work with sockets blocked."""
     result = run_isolated(
         pair_on_disk,
         setup="import dflash_hf",

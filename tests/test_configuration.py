@@ -70,7 +70,7 @@ def test_round_trip_through_json_keeps_every_value(tmp_path):
 
 
 def test_both_spellings_of_rope_are_one_value():
-    """Case 18."""
+    """A base read from the wrong place would be the default one, and the text would collapse after a few tokens."""
     assert DFlashConfig(rope_theta=5e5).rope_theta == 5e5
     assert DFlashConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).rope_theta == 5e5
     assert DFlashConfig(rope_theta=5e5, rope_parameters={"rope_theta": 5e5}).rope_theta == 5e5

@@ -67,7 +67,7 @@ def test_input_ids_with_and_without_a_loss_mask():
 
 
 def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_one_and_says_so(tokenizer, caplog):
-    """Case 11: never silently everything or nothing."""
+    """The mask is never silently all of a row or nothing of it."""
     labels.logger.warning_once.cache_clear()  # other tests may have had the warning
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>"
@@ -107,7 +107,7 @@ def test_unknown_columns_are_named(tokenizer):
 
 
 def test_rows_without_supervision_are_dropped_with_counts(tokenizer, caplog):
-    """Case 12."""
+    """A row whose supervised tokens were all truncated would give a loss of 0 or NaN."""
     from transformers.utils import logging
 
     logging.get_logger("dflash_hf.data.dataset").propagate = True
@@ -181,7 +181,6 @@ def test_a_set_without_a_usable_row_is_an_error(tokenizer, rows):
 
 
 def test_rows_keep_their_own_sample_ids():
-    """Case 22."""
     rows = [{"input_ids": [1, 2, 3], "sample_id": 77}, {"input_ids": [1, 2], "sample_id": 5}]
     assert prepare_dataset(rows, None, max_length=9)["sample_id"][:] == [77, 5]
 
@@ -212,7 +211,7 @@ def test_a_row_with_the_mask_token_is_refused():
     ],
 )
 def test_a_row_that_would_fail_later_is_named_before_training(tokenizer, row, words):
-    """Case 14: an id outside the embedding is an IndexError, or a device assert, in the middle of training."""
+    """An id outside the embedding is an IndexError, or a device assert, in the middle of training."""
     with pytest.raises(ValueError, match=words):
         prepare_dataset([{"input_ids": [1, 96]}, row], tokenizer, max_length=9, num_embeddings=97)
 
@@ -289,7 +288,7 @@ def test_padding_of_packed_rows_belongs_to_no_document(side):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_nothing_needed_is_dropped_when_unused_columns_are(target, tmp_path, packing):
-    """Case 22, with the argument set by the user; a column the training does not need goes."""
+    """Also with the argument set by the user; a column the training does not need goes."""
     rows = [{**row, "topic": "numbers"} for row in rows_of(target)]
     streams = [rows, datasets.Dataset.from_list(rows).to_iterable_dataset()]
     finals = []
@@ -346,7 +345,7 @@ def test_prepared_rows_can_be_prepared_again_and_streamed():
 
 
 def test_columns_that_only_later_rows_have_are_kept():
-    """Case 22."""
+    """Columns are not those of the first row alone."""
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1], "sample_id": 7}]
     prepared = prepare_dataset(rows, None, max_length=9)
     assert prepared["supervised_mask"][:] == [[True, True], [False, False, True]]

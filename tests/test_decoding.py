@@ -33,7 +33,7 @@ def end_tokens(texts: torch.Tensor, num_columns: int) -> list[int]:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *STATE_SPACE])
 def test_greedy_text_of_every_family_equals_plain_generation(name):
-    """Case 40: alone and in a ragged batch; guesses right, sometimes right, never right; rows end at several times."""
+    """Alone and in a ragged batch; guesses right, sometimes right, never right; rows end at several times."""
     target = make_family(name)
     draft = make_guessing_draft(target)
     num_near_ties, lengths, accept_lens = 0, set(), {}
@@ -86,7 +86,7 @@ def test_a_difference_from_plain_text_is_excused_at_a_near_tie_alone():
 
 
 def test_greedy_text_equals_plain_generation_on_fifty_prompts():
-    """Case 40: one by one, and seven at a time."""
+    """One by one, and seven at a time."""
     target = make_target()
     draft = make_guessing_draft(target)
     inputs = ragged_prompts(50)
@@ -202,7 +202,7 @@ def test_the_draft_projects_the_state_of_every_token_once(name):
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "proposal": "sample"}])
 def test_every_dtype_pair_decodes(target_dtype, draft_dtype, settings):
-    """Case 20."""
+    """A bf16 target and an fp32 draft do not meet in one matrix product."""
     torch.manual_seed(0)
     target = make_target().to(target_dtype)
     draft = make_draft(target).to(draft_dtype)
@@ -222,7 +222,7 @@ def test_every_dtype_pair_decodes(target_dtype, draft_dtype, settings):
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 1, "proposal": "sample"}])
 def test_a_draft_whose_states_overflow_is_named_and_the_text_stays(settings, caplog):
-    """Case 42."""
+    """In fp16 such a draft has an acceptance of exactly zero, without any error."""
     target = make_target().to(torch.float16)
     draft = make_draft(target).to(torch.float16)
     draft.fc.weight.data *= 1e4

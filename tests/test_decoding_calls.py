@@ -52,7 +52,7 @@ PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_prefill(arguments, message):
-    """Case 38, too."""
+    """Beams and other settings that the loop does not know are not ignored."""
     target = make_target()
     draft = make_draft(target)
     passes = []
@@ -63,7 +63,6 @@ def test_what_cannot_be_done_is_refused_before_the_prefill(arguments, message):
 
 
 def test_several_answers_of_greedy_decoding_are_refused_and_several_samples_are_drawn():
-    """Case 38."""
     target = make_target()
     draft = make_draft(target)
     with pytest.raises(ValueError, match="do not support `num_return_sequences`"):

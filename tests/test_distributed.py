@@ -157,7 +157,7 @@ def test_bf16_autocast_on_two_ranks_keeps_fp32_weights_and_equals_one_process(ra
 
 @pytest.mark.parametrize("name", ["ddp_resumed", "fsdp_muon", "fsdp_sharded_checkpoints"])
 def test_resuming_on_two_ranks_equals_an_uninterrupted_run(ranks, name):
-    """Case 24."""
+    """The loss does not jump on resuming."""
     assert_close(ranks[name]["resumed"]["weights"], ranks[name]["weights"], atol=0, rtol=0)
     assert ranks[name]["resumed"]["logs"] == ranks[name]["logs"]
 
@@ -175,7 +175,7 @@ def test_resuming_on_two_ranks_equals_an_uninterrupted_run(ranks, name):
     ],
 )
 def test_the_folder_saved_by_two_ranks_holds_the_draft_alone_and_loads_anywhere(folder, ranks, name):
-    """Case 25."""
+    """Saving under FSDP gathers no target and writes no empty tensor."""
     found = ranks[name.partition("/")[0]]["weights"]
     assert load_file(folder / name / "model.safetensors").keys() == found.keys()
     draft = DFlashDraftModel.from_pretrained(folder / name, target=False)
@@ -288,7 +288,7 @@ def test_zero_3_is_refused(target, tmp_path):
 
 @pytest.mark.parametrize("use_reentrant", [None, True])
 def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(tmp_path, use_reentrant):
-    """Case 26."""
+    """Checkpointing over inputs that need no gradient could give parameters none."""
     found = []
     for checkpointing in (False, True):
         target = make_target()

@@ -142,7 +142,7 @@ def joint_counts(first: torch.Tensor, second: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("kind", ["plain", "top_k", "sure"])
 @pytest.mark.parametrize(("num_slots", "num_nodes"), [(1, 1), (2, 2), (2, 8), (3, 6), (3, 10), (4, 14)])
 def test_the_first_two_tokens_have_the_targets_distribution(num_slots, num_nodes, kind):
-    """Case 36: siblings, a token in several branches, tokens that cannot be and ones that must be."""
+    """Siblings, a token in several branches, tokens that cannot be and ones that must be."""
     torch.manual_seed(0)
     bigram, tree = Bigram(kind), draft_tree(num_slots, num_nodes, CPU)
     first, second = bigram.draw_pairs(tree)
@@ -233,7 +233,7 @@ def taught(target, texts: torch.Tensor, wrong_share: float = 0.6, second_share: 
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "mistral"])
 def test_greedy_text_equals_plain_generation_and_second_choices_are_accepted(name, num_rows):
-    """Case 40, and rows that end at several times."""
+    """Rows end at several times."""
     target = make_family(name)
     assert target.config._attn_implementation == ("eager" if name == "gemma2" else "sdpa")
     inputs = ragged_prompts(num_rows, seed=num_rows)
@@ -289,7 +289,7 @@ def test_a_chat_goes_on_from_a_cache_that_trees_have_written(name, monkeypatch):
 
 
 def test_an_end_token_anywhere_on_a_path_off_the_chain_ends_the_text_there():
-    """Case 34: with the streamer and the passes that saw it."""
+    """No token follows it, neither for the streamer nor in the statistics of the passes."""
     target = make_family("llama")
     texts = target.generate(**PROMPT, **GREEDY, max_new_tokens=24)
     draft = taught(target, texts, 1.1, 1.1)  # first choices are always wrong
@@ -317,7 +317,7 @@ def test_an_end_token_anywhere_on_a_path_off_the_chain_ends_the_text_there():
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_every_max_new_tokens_gives_as_many_tokens_as_plain(num_rows):
-    """Case 35: 1 … 2B + 1."""
+    """From 1 to 2B + 1 tokens."""
     inputs = ragged_prompts(num_rows, seed=1)
     target = make_family("llama")
     texts = target.generate(**inputs, **GREEDY, max_new_tokens=9)

@@ -24,7 +24,6 @@ def prompts(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def test_fp32_greedy_text_equals_plain_generation_on_fifty_prompts(target, draft):
-    """Case 40."""
     for prompt in prompts(50):
         assert greedy(target, prompt, 24, assistant_model=draft, **DFLASH) == greedy(target, prompt, 24)
 
@@ -69,7 +68,7 @@ def scripted_pair(**overrides) -> tuple[LlamaForCausalLM, ScriptedDraft]:
 
 @pytest.mark.parametrize("accept", ["all", "none"])
 def test_every_max_new_tokens_gives_as_many_tokens_as_plain(accept):
-    """Case 35: 1 … 2B + 1, everything accepted and everything rejected."""
+    """From 1 to 2B + 1 tokens, everything accepted and everything rejected."""
     target, draft = scripted_pair()
     prompt = torch.tensor([[4, 8, 15]])
     full = greedy(target, prompt, 40)
@@ -96,7 +95,7 @@ class Recorder(BaseStreamer):
 
 @pytest.mark.parametrize("eos_as_list", [False, True])
 def test_generation_ends_at_an_end_token_in_every_slot(eos_as_list):
-    """Case 34: the streamer sees the same tokens."""
+    """No token of an accepted block follows it, and the streamer sees the same tokens."""
     target, draft = scripted_pair()
     ended_in_slots = set()
     for prompt in prompts(20):
@@ -124,14 +123,14 @@ def test_sampling_is_accepted_and_finishes(target, draft):
 @pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
 def test_every_dtype_pair_generates(target, draft, draft_dtype, target_dtype):
-    """Case 20."""
+    """A bf16 target and an fp32 draft do not meet in one matrix product."""
     target.to(target_dtype)
     tokens = greedy(target, torch.tensor([[3, 4]]), 9, assistant_model=draft.to(draft_dtype), **DFLASH)
     assert len(tokens) == 9
 
 
 def test_a_forgotten_speculation_type_says_what_to_pass(target, draft):
-    """Case 39."""
+    """Classic assisted decoding would start and fail with an unrelated message."""
     with pytest.raises(AttributeError, match="speculation_type='dflash'"):
         greedy(target, torch.tensor([[3, 4]]), 9, assistant_model=draft)
     assert not hasattr(draft, "generation_config")
@@ -198,7 +197,7 @@ def test_training_logits_of_a_block_equal_the_first_draft_step_of_native_generat
 
 
 def test_taps_are_the_outputs_of_the_named_layers():
-    """Case 5: layer i adds 10^i."""
+    """Layer i adds 10^i, so a layer id that is off by one shows."""
     target = make_target(hidden_size=32)
 
     class AddPower(nn.Module):

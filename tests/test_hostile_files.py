@@ -153,7 +153,6 @@ def damaged(tmp_path, monkeypatch) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_harmful_checkpoint_is_one_clear_error_and_leaves_nothing_behind(damaged, name, tmp_path):
-    """Case 33."""
     folder = damaged(name)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     for attempt in (
@@ -235,7 +234,7 @@ def test_a_destination_with_files_is_not_touched(draft, tmp_path):
 
 
 def test_float16_is_warned_about(draft, tmp_path, caplog):
-    """Case 42."""
+    """Its activations may overflow, and the acceptance is then exactly zero."""
     draft.save_pretrained(tmp_path / "draft")
     logger = logging.getLogger("dflash_hf.model.modeling_dflash")
     logger.addHandler(caplog.handler)

@@ -164,7 +164,7 @@ def test_token_cache_folder_and_local_files_only_reach_the_look_up_of_the_target
 
 
 def test_cached_repositories_load_offline_and_so_does_the_target(hub, tmp_path, monkeypatch):
-    """Case 32."""
+    """Nothing asks the network for what is in the cache."""
     put_target(hub, tmp_path / "target")
     draft = shareable_draft()
     draft.push_to_hub("org/my-draft")
@@ -220,7 +220,6 @@ def only_a_pickle(hub, folder):
     ],
 )
 def test_a_repository_that_cannot_be_loaded_ends_in_one_line_that_names_it_and_the_reason(hub, make, words, tmp_path):
-    """Case 33."""
     shareable_draft().save_pretrained(tmp_path / "draft")
     arguments = make(hub, tmp_path / "draft")
     with pytest.raises((OSError, ValueError), match=words) as error:
@@ -264,7 +263,7 @@ print(json.dumps([digest(each) for each in (draft, sharded, pinned, offline)]))
 
 
 def test_a_pull_without_the_package_is_bit_equal_and_drafts_by_remote_code(hub, tmp_path):
-    """Case 31, with a repository in place of a folder."""
+    """With a repository in place of a folder."""
     draft, old = shareable_draft(1), shareable_draft(2)
     put_target(hub, tmp_path / "target")
     old.push_to_hub("org/my-draft", revision="old")

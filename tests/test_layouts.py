@@ -72,7 +72,7 @@ def run_block(draft: DFlashDraftModel, inputs: torch.Tensor, context: torch.Tens
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 def test_every_producers_checkpoint_loads_and_computes_what_its_producer_computes(producer, target, tmp_path):
-    """Case 30: configuration, tensors bit for bit, and the hidden states of a loop over the producer's own numbers."""
+    """Configuration, tensors bit for bit, and the hidden states of a loop over the producer's own numbers."""
     folder = write_producer(tmp_path / "draft", producer, target)
     draft = DFlashDraftModel.from_pretrained(folder, target=target, **ARGUMENTS.get(producer, {}))
     weights = network()
@@ -300,7 +300,6 @@ def test_the_commands_run_a_draft_whose_file_leaves_its_target_to_them(saved_tar
 
 
 def test_a_target_that_is_not_there_does_not_keep_a_complete_draft_from_loading(tmp_path):
-    """Case 28."""
     folder = write_producer(tmp_path / "draft", "z-lab, all nested")
     draft = DFlashDraftModel.from_pretrained(folder, target=str(tmp_path / "gone"))
     with pytest.raises(UntiedDraftError, match="gone"):
@@ -332,7 +331,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_every_spelling_of_the_rotary_base_gives_the_angles_of_qwen3(spelling):
-    """Case 18, at position 500."""
+    """At position 500, where another base shows."""
     raw = {**Z_LAB, "block_size": 4, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}, **spelling}
     config = DFlashConfig.from_dict(raw)
     assert config.rope_theta == 5000.0
@@ -350,7 +349,7 @@ def test_every_spelling_of_the_rotary_base_gives_the_angles_of_qwen3(spelling):
 
 
 def test_rotary_keys_of_the_target_are_left_out_aloud(caplog):
-    """Case 17: the saved configuration describes the rotation that runs."""
+    """The saved configuration describes the rotation that runs."""
     rope = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 2]}
     nested = {"mask_token_id": 96, "target_layer_ids": [0, 2], "block_size": 4}
     logger = logging.getLogger("dflash_hf.checkpoints.read_layouts")

@@ -86,7 +86,7 @@ def test_packed_blocks_equal_the_loop_written_network_in_value_and_gradient(vari
 
 
 def test_block_cannot_see_context_at_or_after_its_anchor(draft):
-    """Case 1: overlapping blocks, anchors 1 apart; unchanged bit for bit, and exactly zero gradient."""
+    """Blocks overlap, anchors are 1 apart; outputs are unchanged bit for bit, and the gradient is exactly zero."""
     valid = torch.ones(1, 12, dtype=torch.bool)
     plan = make_plan(valid, anchors_per_sample=9)
     assert plan.anchor_positions.tolist() == list(range(9))
@@ -134,7 +134,7 @@ def test_a_batch_without_any_block_still_runs_and_stays_in_the_graph(draft):
 
 
 def test_gradient_checkpointing_changes_nothing(draft):
-    """Case 26."""
+    """Checkpointing over inputs that need no gradient could give parameters none."""
     valid = torch.ones(1, 9, dtype=torch.bool)
     plan, context, inputs = make_plan(valid), torch.randn(1, 9, 64), torch.randn(1, 24, 32)
     gradients = []
@@ -182,7 +182,6 @@ def test_an_empty_context_works(draft):
 @pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
 def test_every_dtype_pair_computes_in_the_drafts_and_returns_the_targets(draft, draft_dtype, target_dtype):
-    """Case 20."""
     draft.to(draft_dtype)
     embeds, context = torch.randn(1, 4, 32, dtype=target_dtype), torch.randn(1, 5, 64, dtype=target_dtype)
     output = draft(noise_embeds=embeds, context_hidden_states=context).last_hidden_state
@@ -190,7 +189,7 @@ def test_every_dtype_pair_computes_in_the_drafts_and_returns_the_targets(draft, 
 
 
 def test_a_wrong_target_is_refused_in_forward_with_both_sides_in_the_message(draft):
-    """Case 29: native generation never ties, so forward looks again."""
+    """Native generation never ties, so the forward pass checks again."""
     with pytest.raises(ValueError, match=r"width 32 and 64 context values.*gave 48 and 96"):
         draft(noise_embeds=torch.randn(1, 4, 48), context_hidden_states=torch.randn(1, 5, 96))
     with pytest.raises(ValueError, match="attention_mask has 3 columns"):

@@ -147,7 +147,7 @@ def plan_inside_document(
 @pytest.mark.parametrize("padding_side", ["right", "left"])
 @pytest.mark.parametrize("layers", [{}, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}])
 def test_blocks_of_a_packed_row_equal_those_of_its_documents(padding_side, layers, block_attention):
-    """Case 8: hidden states and logits of each anchor, cross-entropy and gradient."""
+    """Hidden states and logits of each anchor, cross-entropy and gradient."""
     target = make_target()
     draft = make_draft(target, **layers)
     batch, documents = packed_batch(padding_side)
@@ -283,7 +283,6 @@ def test_packing_leaves_evaluation_as_it_is(target, tmp_path):
 
 
 def test_resuming_on_packed_rows_grouped_by_length_equals_an_uninterrupted_run(tmp_path):
-    """Case 24."""
     finals = []
     for name, stops in (("whole", [6]), ("parts", [3, 6])):
         for stop in stops:

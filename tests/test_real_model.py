@@ -49,7 +49,6 @@ def test_a_second_demo_reuses_the_draft(demo_folder):
 
 
 def test_fp32_greedy_answers_are_identical_with_and_without_the_draft(demo_folder):
-    """Case 40."""
     folder = prepare_demo_target()
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -65,7 +64,7 @@ def test_fp32_greedy_answers_are_identical_with_and_without_the_draft(demo_folde
 
 
 def test_fp32_greedy_answers_of_our_own_loop_are_the_plain_ones_in_a_batch(demo_folder):
-    """Case 40, rows of different lengths, chains and trees; a difference is allowed at a near-tie, and counted."""
+    """Rows of different lengths, chains and trees; a difference is allowed at a near-tie, and counted."""
     folder = prepare_demo_target()
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")

@@ -37,7 +37,7 @@ def taught_pair(inputs, wrong_share: float, name: str = "llama", **settings):
 @pytest.mark.parametrize("wrong_share", [ALWAYS, NEVER])
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_every_max_new_tokens_gives_as_many_tokens_as_plain(wrong_share, num_rows):
-    """Case 35: 1 … 2B + 1, everything accepted and everything rejected."""
+    """From 1 to 2B + 1 tokens, everything accepted and everything rejected."""
     inputs = ragged_prompts(num_rows, seed=1)
     target, draft, texts = taught_pair(inputs, wrong_share)
     for count in range(1, 10):
@@ -56,7 +56,7 @@ def test_every_max_new_tokens_gives_as_many_tokens_as_plain(wrong_share, num_row
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_an_end_token_in_every_slot_ends_the_text_there(name):
-    """Case 34: alone and among others, with the streamer and the passes that saw it."""
+    """Alone and among others, with the streamer and the passes that saw it."""
     inputs = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
     target, draft, texts = taught_pair(inputs, ALWAYS, name)
     answer, last_counts = texts[0, 3:].tolist(), set()
@@ -174,7 +174,7 @@ def test_time_that_is_up_ends_after_the_next_token(num_rows):
 @pytest.mark.parametrize("wrong_share", [ALWAYS, SOMETIMES])
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_stop_strings_end_a_text_inside_a_block(tokenizer, num_rows, wrong_share):
-    """Case 34: as an argument and as a criterion; each row at its own one."""
+    """As an argument and as a criterion; each row at its own one."""
     target, draft, inputs, settings, texts = letters_pair(tokenizer, wrong_share, num_rows)
     start = inputs["input_ids"].shape[1]
     lengths = set()

@@ -66,7 +66,7 @@ def test_a_training_stream_starts_again_and_is_shuffled_anew():
 
 
 def test_dropped_and_cut_rows_of_a_stream_are_counted_early_and_at_its_end(caplog):
-    """Case 12."""
+    """A row whose supervised tokens were all truncated would give a loss of 0 or NaN."""
     from transformers.utils import logging
 
     logging.get_logger("dflash_hf.data.dataset").propagate = True
@@ -172,7 +172,7 @@ def test_training_on_a_stream_equals_training_on_the_set_in_its_order(tmp_path):
     ids=["accumulated", "shuffled", "workers", "packed"],
 )
 def test_resuming_on_a_stream_equals_an_uninterrupted_run(tmp_path, shuffled, overrides):
-    """Case 24, over several passes of the stream: ten steps, and five plus five."""
+    """Over several passes of the stream: ten steps, and five plus five."""
     finals = []
     for name, stops in (("whole", [10]), ("parts", [5, 10])):
         for stop in stops:

@@ -253,7 +253,7 @@ def test_the_final_state_makes_the_logits_of_the_target(target):
 
 
 def test_the_last_layer_is_taken_before_the_norm_only_if_the_target_says_so(target):
-    """Case 6."""
+    """Other decoders read it after the norm, and accept less."""
     input_ids, _ = make_batch()
     valid = torch.ones_like(input_ids, dtype=torch.bool)
     after = target_hidden_states(target, input_ids, valid, [3])
@@ -343,7 +343,7 @@ def bits(model) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_target_trains_a_draft_and_stays_bit_identical(tmp_path, kind):
-    """Case 16, with padding before the text."""
+    """With padding before the text."""
     target = KINDS[kind](tmp_path / "target")
     draft = make_draft(target)
     rows = [{"input_ids": row[row > 0].tolist()} for row in make_batch()[0].masked_fill(~make_batch()[1], 0)]

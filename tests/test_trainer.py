@@ -26,7 +26,7 @@ from dflash_hf.training.optimizer import MuonWithAdamW
 
 @pytest.mark.parametrize("muon", [False, True])
 def test_an_overfitted_draft_is_accepted_whole_by_native_generation(target, tmp_path, muon):
-    """Case 2: labels, anchors and slots mean the same in training and serving."""
+    """Labels, anchors and slots mean the same in training and serving."""
     rows = rows_of(target, count=2)
     trainer = make_trainer(
         target, tmp_path, rows=rows, max_steps=200, anchors_per_sample=32, use_muon=muon, slot_weights="dpace"
@@ -84,7 +84,7 @@ def test_a_batch_without_supervised_slots_gives_a_finite_zero_loss_in_the_graph(
 
 
 def test_the_target_is_bit_identical_after_training_and_gets_no_gradient(tmp_path):
-    """Case 16."""
+    """It is in evaluation mode, and no optimizer has its parameters."""
     target = make_target(tie_word_embeddings=True).train()
     before = weights(target)
     trainer = make_trainer(target, tmp_path)
@@ -98,7 +98,7 @@ def test_the_target_is_bit_identical_after_training_and_gets_no_gradient(tmp_pat
 
 @pytest.mark.parametrize("muon", [False, True])
 def test_norm_weights_move(target, tmp_path, muon):
-    """Case 10: fp32 weights under bf16 autocast, 20 steps at 1e-4."""
+    """In bf16 alone they would stay at exactly 1: fp32 weights under bf16 autocast, 20 steps at 1e-4."""
     draft = DFlashDraftModel.from_target(
         target, num_hidden_layers=1, num_target_layers=2, block_size=4, mask_token_id=96
     )
@@ -122,7 +122,7 @@ def test_norm_weights_move(target, tmp_path, muon):
 
 @pytest.mark.parametrize("muon", [False, True])
 def test_resuming_equals_an_uninterrupted_run(tmp_path, muon):
-    """Case 24: ten steps, and five plus five, end in the same parameters."""
+    """Ten steps, and five plus five, end in the same parameters."""
     finals = []
     for name, stops in (("whole", [10]), ("parts", [5, 10])):
         for stop in stops:
@@ -255,7 +255,6 @@ def test_raw_rows_and_several_named_sets_are_evaluated(target, tmp_path):
 
 
 def test_the_best_checkpoint_is_loaded_by_eval_loss(target, tmp_path):
-    """Case 23."""
     rows = rows_of(target)
     trainer = make_trainer(
         target,
@@ -296,7 +295,7 @@ def test_the_saved_folder_holds_the_draft_alone(target, tmp_path):
 @pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
 def test_every_dtype_pair_trains_and_evaluates(tmp_path, draft_dtype, target_dtype):
-    """Case 20."""
+    """A bf16 target and an fp32 draft do not meet in one matrix product."""
     target = make_target()
     rows = rows_of(target)
     target.to(target_dtype)
