@@ -1,4 +1,4 @@
-"""The facts of a model card in words, for Markdown: what is missing says so, and nothing breaks a table."""
+"""Formats facts for Markdown. A missing fact is printed as such, and no value can break a table or open HTML."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 NOT_RECORDED = "not recorded"
 
 
-def words(value: Any, form: str = "{}") -> str:
+def format_fact(value: Any, form: str = "{}") -> str:
     """
-    A fact in words: what is missing says so, and what is no number says so.
+    Format a fact that may be missing or not a finite number.
 
     Args:
-        value: the fact; `None` if it is not known.
-        form (`str`): format of a known one.
+        value: The fact, or `None` if it is not known.
+        form (`str`, defaults to `"{}"`): The format of a known fact.
 
     Returns:
         `str`
@@ -24,7 +24,7 @@ def words(value: Any, form: str = "{}") -> str:
     Example:
 
     ```python
-    >>> words(None), words(True), words(1234, "{:,}"), words(float("nan"), "{:.2f}")
+    >>> format_fact(None), format_fact(True), format_fact(1234, "{:,}"), format_fact(float("nan"), "{:.2f}")
     ('not recorded', 'yes', '1,234', 'undefined (nothing was counted)')
 
     ```
@@ -38,30 +38,30 @@ def words(value: Any, form: str = "{}") -> str:
     return form.format(value)
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    """A number with so many digits after the point, or why there is none."""
-    return words(value, f"{{:.{digits}f}}")
+def format_number(value: float | None, digits: int = 2) -> str:
+    """Format a number that may be missing, with the given number of decimals."""
+    return format_fact(value, f"{{:.{digits}f}}")
 
 
-def share(value: float | None) -> str:
-    """A share in percent, or why there is none."""
-    return words(value, "{:.0%}")
+def format_percent(value: float | None) -> str:
+    """Format a share between 0 and 1 that may be missing as a percentage."""
+    return format_fact(value, "{:.0%}")
 
 
-def arguments_in_words(arguments: Mapping[str, Any] | None) -> str:
-    """Arguments as they are written in a call; "none" if there are none, which is not "not recorded"."""
+def format_arguments(arguments: Mapping[str, Any] | None) -> str:
+    """Format arguments as in a call. No arguments are "none", and `None` is "not recorded"."""
     if arguments is None:
         return NOT_RECORDED
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "none"
 
 
-def text(value: Any) -> str:
-    """Text on one line that opens no HTML."""
+def one_line(value: Any) -> str:
+    """Put text on one line and escape what would open HTML."""
     return " ".join(str(value).split()).replace("<", "&lt;")
 
 
-def code(value: Any) -> str:
-    """Text as Markdown code on one line, whatever backticks it holds."""
+def inline_code(value: Any) -> str:
+    """Format text as inline code on one line, whatever backticks it contains."""
     line = " ".join(str(value).split())
     runs = re.findall(r"`+", line)
     fence = "`" * (max(map(len, runs), default=0) + 1)
@@ -69,10 +69,11 @@ def code(value: Any) -> str:
 
 
 def table_cell(value: Any) -> str:
-    """A fact as the cell of a Markdown table, which no `|` or line break in it can break."""
-    return text(value if isinstance(value, str) else words(value)).replace("\\", "\\\\").replace("|", "\\|")
+    """Format a fact as the cell of a table, which no `|` or line break in it can break."""
+    cell = one_line(value if isinstance(value, str) else format_fact(value))
+    return cell.replace("\\", "\\\\").replace("|", "\\|")
 
 
 def table_cells(rows: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """Name and fact of each row as cells of a Markdown table."""
+    """Format names and facts as the two cells of each table row."""
     return [(table_cell(name), table_cell(value)) for name, value in rows]

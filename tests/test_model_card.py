@@ -35,7 +35,7 @@ from dflash_hf.hub.model_card import (
     is_own_card,
     write_model_card,
 )
-from dflash_hf.markdown import NOT_RECORDED, code
+from dflash_hf.markdown import NOT_RECORDED, inline_code
 from dflash_hf.provenance import hub_id_or_folder
 from dflash_hf.training.card import (
     ModelCardWriter,
@@ -76,7 +76,7 @@ FULL = {
     "epochs": 2.125,
     "tokens_seen": 54321,
     "train_loss": 3.14159,
-    "train_accept_len": 1.75,
+    "train_acceptance_length": 1.75,
     "seed": 42,
     "hardware": "two cores",
     "software": "torch 2.13.0",
@@ -118,12 +118,12 @@ def test_every_fact_is_printed_and_none_is_missing(config, tmp_path):
     assert measured == {
         "acceptance length": "1.82 of 4",
         "slots 1 … k all accepted": "1: 46%, 2: 20%, 3: 10%",
-        "plain → with the draft": "18.5 → 24.4 tokens/s",
-        "speed-up (median of the prompts)": "1.36×",
-        "answers identical token by token": "4 of 16",
+        "speed without → with the draft": "18.5 → 24.4 tokens/s",
+        "speed-up (median over the prompts)": "1.36×",
+        "responses identical token by token": "4 of 16",
         "prompts": "16 questions",
         "temperature": "0.7",
-        "longest answer": "160 tokens",
+        "maximum response length": "160 tokens",
         "dtype": "bfloat16",
         "target's weights": "as published",
         "decoding": "batch 1",
@@ -150,10 +150,10 @@ def test_every_fact_is_printed_and_none_is_missing(config, tmp_path):
     }
     assert rows_in(card.content, "Training") == {
         "data": "GSM8K train questions",
-        "answers written by the target": "yes",
+        "responses written by the target": "yes",
         "rows": "768",
         "tokens in the rows": "98,765",
-        "started from": "random weights",
+        "initial weights": "random weights",
         "optimizer steps": "206",
         "epochs": "2.125",
         "input tokens, as Trainer counts them": "54,321",
@@ -238,7 +238,7 @@ def test_what_is_no_number_is_not_printed_as_one(config, tmp_path):
     undefined = "undefined (nothing was counted)"
     rows = rows_in(content, "Measured: generation")
     assert rows["acceptance length"] == f"{undefined} of 4"
-    assert rows["speed-up (median of the prompts)"] == "infinite×"
+    assert rows["speed-up (median over the prompts)"] == "infinite×"
     assert rows["slots 1 … k all accepted"] == f"1: {undefined}, 2: {undefined}, 3: {undefined}"
     assert (
         f"| held-out rows | 1 | {undefined} | {undefined} | {NOT_RECORDED} | {NOT_RECORDED} | 1: {undefined}"
@@ -289,8 +289,8 @@ def test_hostile_names_break_neither_tables_nor_metadata_nor_snippets(config, tm
 
 
 def test_code_spans_hold_any_backticks():
-    assert code("a") == "`a`"
-    assert code("a`b\n``c") == "``` a`b ``c ```"
+    assert inline_code("a") == "`a`"
+    assert inline_code("a`b\n``c") == "``` a`b ``c ```"
 
 
 def test_serving_commands_name_the_serving_repository_and_need_no_conversion(config):
@@ -438,7 +438,7 @@ def test_an_edited_or_foreign_readme_is_kept_and_its_own_is_replaced(config, tmp
         with caplog.at_level(logging.WARNING, logger="dflash_hf.hub.model_card"):
             assert not write_model_card(tmp_path, later)
         assert path.read_text() == edited
-        assert "is kept as it is" in caplog.text
+        assert "so it is kept. Remove or rename it" in caplog.text
         assert json.loads((tmp_path / FACTS_NAME).read_text())["steps"] == 999
     assert write_model_card(tmp_path, later, overwrite=True)
     assert is_own_card(path.read_text())
@@ -451,7 +451,7 @@ def test_the_picture_shows_generation_or_else_held_out_rows_and_goes_when_there_
     assert f"![For each drafted slot: slots 1 … k accepted]({PICTURE_NAME})" in reloaded(card, tmp_path).content
     generation = (tmp_path / PICTURE_NAME).read_bytes()
     content = reloaded(dataclasses.replace(card, measured=None), tmp_path).content
-    assert f"![For each drafted slot: slot k right]({PICTURE_NAME})" in content
+    assert f"![For each drafted slot: accuracy of slot k]({PICTURE_NAME})" in content
     assert (tmp_path / PICTURE_NAME).read_bytes() != generation
     bare = dataclasses.replace(card, measured=None, evaluations=())
     assert PICTURE_NAME not in reloaded(bare, tmp_path).content
@@ -480,6 +480,20 @@ def test_published_cards_are_what_their_facts_render_to(folder):
     pictures = [PICTURE_NAME, *(card.suite.pictures if card.suite else ())]
     assert (folder / "README.md").read_text() == str(card.render(pictures[0], None, pictures[1:]))
     assert all((folder / name).is_file() for name in pictures)
+
+
+def test_facts_that_version_0_1_0_wrote_are_read_and_written_under_their_present_names(tmp_path):
+    old = json.loads((OF_THE_DEMO / FACTS_NAME).read_text())
+    card = DraftCard.from_folder(OF_THE_DEMO)
+    evaluation = card.evaluations[0]
+    assert card.train_acceptance_length == old["train_accept_len"] == 2.6875
+    assert evaluation.acceptance_length == old["evaluations"][0]["accept_len"] == 2.3251953125
+    assert evaluation.serving_acceptance_length == old["evaluations"][0]["serving_accept_len"] == 2.0858447488584475
+    assert write_model_card(tmp_path, card)
+    new = json.loads((tmp_path / FACTS_NAME).read_text())
+    assert new["train_acceptance_length"] == old["train_accept_len"]
+    assert "accept_len" not in str(new["evaluations"])
+    assert DraftCard.from_facts(new, card.config) == DraftCard.from_facts(old, card.config)
 
 
 def test_the_card_of_the_demo_has_the_numbers_of_its_results():
@@ -579,10 +593,10 @@ def test_every_checkpoint_has_a_card_with_the_numbers_of_its_step(target, tmp_pa
         assert rows["loss, last logged"] == f"{trained[step]['loss']:.3f}"
         assert rows["acceptance length of trained blocks, last logged"] == f"{trained[step]['accept_len']:.2f}"
         assert rows["data"] == "rows of the target"
-        assert rows["answers written by the target"] == "yes"
+        assert rows["responses written by the target"] == "yes"
         assert rows["rows"] == "4"
         assert rows["tokens in the rows"] == str(sum(len(row["input_ids"]) for row in trainer.train_dataset))
-        assert rows["started from"] == "random weights"
+        assert rows["initial weights"] == "random weights"
         assert rows["seed"] == "42"
         assert "torch" in rows["software"]
         assert rows["`learning_rate`"] == "0.01"
@@ -641,7 +655,7 @@ def test_the_card_after_the_command_names_data_arguments_and_evaluation(saved_ta
     assert card.data.get("base_model") is card.data.get("datasets") is None
     training = rows_in(card.content, "Training")
     assert training["data"] == "the file some_rows.jsonl"
-    assert training["answers written by the target"] == "yes"
+    assert training["responses written by the target"] == "yes"
     assert training["rows"] == "4"
     assert {name: value for name, value in training.items() if name.startswith("`")} == {
         "`max_steps`": "2",
@@ -711,7 +725,7 @@ def test_create_model_card_takes_what_trainer_takes(target, tmp_path, caplog):
     assert "# A name\n" in card.content
     rows = rows_in(card.content, "Training")
     assert rows["data"] == "Some data, split train"
-    assert rows["optimizer steps"] == rows["seed"] == rows["started from"] == NOT_RECORDED  # nothing was trained
+    assert rows["optimizer steps"] == rows["seed"] == rows["initial weights"] == NOT_RECORDED  # nothing was trained
     assert "`me/x-DFlash`" in card.content
 
 
@@ -803,14 +817,16 @@ def test_facts_of_a_run_are_those_of_the_weights_it_has(tmp_path):
     plain = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     facts = training_facts(plain, state_of(history))
     assert (facts["steps"], facts["last_step"], facts["train_loss"], facts["tokens_seen"]) == (20, 20, 4.0, None)
-    assert [(found.step, found.accept_len) for found in facts["evaluations"]] == [(20, 1.31)]
+    assert [(found.step, found.acceptance_length) for found in facts["evaluations"]] == [(20, 1.31)]
     best = DFlashTrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, load_best_model_at_end=True, eval_strategy="steps", eval_steps=500
     )
     kept = {"best_model_checkpoint": "checkpoint-10", "best_global_step": 10}
     facts = training_facts(best, state_of(history, **kept))
     assert (facts["steps"], facts["last_step"], facts["train_loss"]) == (10, 20, 5.0)
-    assert [(found.step, found.accept_len) for found in facts["evaluations"]] == [(10, 1.31)]  # of the best weights
+    assert [(found.step, found.acceptance_length) for found in facts["evaluations"]] == [
+        (10, 1.31)
+    ]  # of the best weights
     facts = training_facts(best, state_of(history[:4], **kept))  # the run goes on
     assert (facts["steps"], facts["train_loss"]) == (20, 4.0)
     assert [found.step for found in facts["evaluations"]] == [20, 10]
@@ -833,7 +849,7 @@ def test_each_named_evaluation_set_has_its_last_and_its_best_row(tmp_path):
     ]
     args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     found = training_facts(args, state_of(history))["evaluations"]
-    assert [(one.name, one.step, one.accept_len) for one in found] == [
+    assert [(one.name, one.step, one.acceptance_length) for one in found] == [
         ("serving", 2, 1.4),
         ("serving", 1, 1.5),
         ("b", 2, 2.6),
@@ -842,9 +858,9 @@ def test_each_named_evaluation_set_has_its_last_and_its_best_row(tmp_path):
 
 def test_the_best_evaluation_is_judged_when_serving_and_never_by_nan():
     nan = float("nan")
-    first = Evaluation(1, accept_len=3.0, serving_accept_len=1.2)
-    second = Evaluation(2, accept_len=2.0, serving_accept_len=1.3)
-    third = Evaluation(3, accept_len=nan, serving_accept_len=nan)
+    first = Evaluation(1, acceptance_length=3.0, serving_acceptance_length=1.2)
+    second = Evaluation(2, acceptance_length=2.0, serving_acceptance_length=1.3)
+    third = Evaluation(3, acceptance_length=nan, serving_acceptance_length=nan)
     assert last_and_best([first, second, third]) == (third, second)
     assert last_and_best([third]) == (third,)
     assert last_and_best([]) == ()

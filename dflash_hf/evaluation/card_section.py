@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..markdown import code, table_cell, text, words
+from ..markdown import format_fact, inline_code, one_line, table_cell
 
 MISSING = "–"
 
@@ -107,11 +107,11 @@ class MeasuredSuite:
             f"{self.block_size} is perfect), over all passes of a set; its interval is a bootstrap over prompts. "
             "Speed-up: median over the prompts of tokens/s with the draft over tokens/s without, prefill included. "
             "Identical: greedy answers with the same token ids without and with the draft, in the dtype of the run "
-            f"(not defined for sampling). At most {self.max_new_tokens} new tokens, {text(self.dtype)}, "
-            f"{text(self.verified_slots)} slots verified, seed {words(self.seed)}; "
-            f"{text('; '.join(self.machines) or words(None))}.",
-            *([f"**{text(self.note)}**"] if self.note else []),
-            f"Made with {code(self.command)}.",
-            *(f"![{text(shown)}]({name})" for name, shown in self.pictures.items() if name in pictures),
+            f"(not defined for sampling). At most {self.max_new_tokens} new tokens, {one_line(self.dtype)}, "
+            f"{one_line(self.verified_slots)} slots verified, seed {format_fact(self.seed)}; "
+            f"{one_line('; '.join(self.machines) or format_fact(None))}.",
+            *([f"**{one_line(self.note)}**"] if self.note else []),
+            f"Made with {inline_code(self.command)}.",
+            *(f"![{one_line(shown)}]({name})" for name, shown in self.pictures.items() if name in pictures),
         ]
         return "\n\n".join(parts)

@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..markdown import code, table_cell
+from ..markdown import inline_code, table_cell
 from .results import MacroMean, SetResult, Setting
 
 MISSING = "–"
@@ -76,7 +76,7 @@ def markdown_report(record: Mapping[str, Any], results: Sequence[SetResult], mea
     Returns:
         `str`
     """
-    parts = [f"# {code(record['draft'])} on prompts for {code(record['target'])}"]
+    parts = [f"# {inline_code(record['draft'])} on prompts for {inline_code(record['target'])}"]
     if not record["is_complete"]:
         parts.append(
             f"**Not complete**: {record['num_pairs']} of {record['num_pairs_wanted']} answer pairs are there."

@@ -1,11 +1,10 @@
-"""The model card of a draft: what it is for, how it was made, what was measured."""
+"""The model card of a draft: its facts, how it is rendered and written, and the files that hold them."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,20 +21,20 @@ from ..evaluation.card_section import MeasuredSuite
 from ..evaluation.compare import Summary
 from ..evaluation.output import SuiteOutput
 from ..files import digest, write_text
-from ..markdown import (
-    NOT_RECORDED,
-    arguments_in_words,
-    code,
-    number,
-    share,
-    table_cell,
-    table_cells,
-    text,
-    words,
-)
+from ..markdown import NOT_RECORDED, inline_code, one_line, table_cells
 from ..model.configuration_dflash import DFlashConfig
 from ..provenance import hub_id_or_folder
-from .card_picture import draw_slots
+from .card_picture import SlotChart
+from .card_tables import (
+    draft_rows,
+    evaluation_cells,
+    generation_rows,
+    input_snippet,
+    serving_commands,
+    slot_chart,
+    target_phrase,
+    training_rows,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -44,8 +43,8 @@ CARD_NAME = "README.md"
 FACTS_NAME = "card_facts.json"
 PICTURE_NAME = "slot_acceptance.png"
 TAGS = ("dflash", "speculative-decoding", "draft-model")
-# The Hub knows finetune, adapter, merge and quantized, and shows a model without a relation as a finetune. A draft
-# changes no weight of the target: like an adapter it is trained beside the frozen target and works with it alone.
+# The Hub knows the relations finetune, adapter, merge and quantized, and shows a model without one as a finetune. A
+# draft changes no weight of its target. Like an adapter it is trained beside the frozen target and needs that target.
 BASE_MODEL_RELATION = "adapter"
 MARK = re.compile(r"\n<!-- Written by dflash_hf, digest ([0-9a-f]{16})\.[^\n]*-->\n\Z")
 
@@ -53,41 +52,41 @@ MARK = re.compile(r"\n<!-- Written by dflash_hf, digest ([0-9a-f]{16})\.[^\n]*--
 @dataclass(frozen=True)
 class Evaluation:
     """
-    What an evaluation of the trainer logged; what it did not compute is `None`.
+    What an evaluation during training logged. What it did not compute is `None`.
 
     Args:
-        step (`int`, *optional*): optimizer step of the evaluated weights.
-        name (`str`, *optional*): of the evaluation set, if there are several.
-        loss (`float`, *optional*): weighted loss of the evaluated blocks.
-        accept_len (`float`, *optional*): acceptance length over sampled anchors, the bonus token included.
-        serving_accept_len (`float`, *optional*): that of a walk through every answer, as `generate` takes it.
-        generate_accept_len (`float`, *optional*): that of `generate` itself.
-        slot_accuracy (`Sequence[float]`): share of right predictions in slots 1 … B - 1.
+        step (`int`, *optional*): The optimizer step of the evaluated weights.
+        name (`str`, *optional*): The name of the evaluation set, if there are several.
+        loss (`float`, *optional*): The weighted loss of the evaluated blocks.
+        acceptance_length (`float`, *optional*): The acceptance length over sampled anchors.
+        serving_acceptance_length (`float`, *optional*): The acceptance length in simulated decoding.
+        generate_acceptance_length (`float`, *optional*): The acceptance length of `generate` itself.
+        slot_accuracy (`Sequence[float]`): The share of right predictions in slots 1 … B - 1.
     """
 
     step: int | None = None
     name: str | None = None
     loss: float | None = None
-    accept_len: float | None = None
-    serving_accept_len: float | None = None
-    generate_accept_len: float | None = None
+    acceptance_length: float | None = None
+    serving_acceptance_length: float | None = None
+    generate_acceptance_length: float | None = None
     slot_accuracy: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Protocol:
     """
-    How the generation of a card was measured.
+    How the generation on a card was measured.
 
     Args:
-        prompts (`str`, *optional*): which prompts, in words.
-        temperature (`float`, *optional*): 0 is greedy.
-        max_new_tokens (`int`, *optional*): longest answer in tokens.
-        dtype (`str`, *optional*): of target and draft.
-        decoding (`str`, *optional*): which loop, which batch size, in words.
-        target_weights (`str`, *optional*): whether they were those of the target's repository, or quantised, in words.
-        hardware, software (`str`, *optional*): as [`environment`] gives them.
-        seed (`int`, *optional*): of sampling.
+        prompts (`str`, *optional*): A description of the prompts.
+        temperature (`float`, *optional*): The sampling temperature, 0 for greedy decoding.
+        max_new_tokens (`int`, *optional*): The maximum length of a response in tokens.
+        dtype (`str`, *optional*): The dtype of target and draft.
+        decoding (`str`, *optional*): A description of the decoding loop and the batch size.
+        target_weights (`str`, *optional*): Whether the target's weights were those of its repository or quantised.
+        hardware, software (`str`, *optional*): As [`environment`] returns them.
+        seed (`int`, *optional*): The seed of sampling.
     """
 
     prompts: str | None = None
@@ -104,43 +103,48 @@ class Protocol:
 @dataclass(frozen=True)
 class DraftCard:
     """
-    All facts of a draft's model card. What is `None` (or empty, where several are possible) prints "not recorded",
-    except for `suite`.
+    All facts of a draft's model card.
+
+    A fact that is `None` (or empty, where several values are possible) is printed as "not recorded", except for
+    `suite`.
 
     Args:
-        config ([`DFlashConfig`]): block size, tapped layers, mask token, geometry, target revision.
-        title (`str`): heading, and what the usage snippets load while `native_repo` is unknown.
+        config ([`DFlashConfig`]): The draft's configuration.
+        title (`str`): The heading, and what the usage snippets load as long as `native_repo` is unknown.
         target_id (`str`, *optional*): Hub name of the target.
-        target_folder (`str`, *optional*): name (no path) of the folder of a target that is not on the Hub.
-        has_chat_template (`bool`, *optional*): whether the target's tokenizer has a chat template; the usage snippets
-            ask in plain text where it has none.
-        chat_template_kwargs (`Mapping`, *optional*): chat-template arguments of the training rows; empty if there
+        target_folder (`str`, *optional*): Name (without path) of the folder of a target that is not on the Hub.
+        has_chat_template (`bool`, *optional*): Whether the target's tokenizer has a chat template. Without one the
+            usage snippets ask in plain text.
+        chat_template_kwargs (`Mapping`, *optional*): Chat-template arguments of the training rows, empty if there
             were none.
-        mask_token (`str`, *optional*): text of the mask token.
-        num_parameters (`int`, *optional*): of the draft.
-        license (`str`, *optional*): of the draft, told by its maker; a Hub identifier such as `apache-2.0`.
-        target_license (`str`, *optional*): that of the target's own card; stands in for a missing `license`.
-        training_data (`str`, *optional*): what the rows are, in words.
+        mask_token (`str`, *optional*): Text of the mask token.
+        num_parameters (`int`, *optional*): The number of parameters of the draft.
+        license (`str`, *optional*): Licence of the draft, as its maker states it: a Hub identifier such as
+            `apache-2.0`.
+        target_license (`str`, *optional*): Licence on the target's own card, which is printed if `license` is missing.
+        training_data (`str`, *optional*): A description of the training rows.
         dataset_ids (`Sequence[str]`): Hub names of the data sets.
-        answers_by_target (`bool`, *optional*): whether the target wrote the answers of the rows.
-        num_rows, num_tokens (`int`, *optional*): of the training set, after what was cut and dropped.
-        training_arguments (`Mapping`, *optional*): those that differ from their defaults; empty if none does.
-        initialized_from (`str`, *optional*): the draft that training started from, or that weights were random.
-        steps (`int`, *optional*): optimizer steps of the saved weights.
-        last_step (`int`, *optional*): optimizer steps of the whole run, where the best weights were kept.
-        epochs (`float`, *optional*): at `last_step`, or at `steps`.
-        tokens_seen (`int`, *optional*): input tokens trained on.
-        train_loss, train_accept_len (`float`, *optional*): of the trained blocks, as last logged.
-        seed (`int`, *optional*): of training.
-        hardware, software (`str`, *optional*): of training, as [`environment`] gives them.
-        evaluations (`Sequence[Evaluation]`): on held-out rows.
-        measured ([`Summary`], *optional*): generation with and without the draft.
-        protocol ([`Protocol`]): how `measured` was made.
-        suite ([`MeasuredSuite`], *optional*): what `dflash-hf eval` measured; without it the card has no such part.
-        limits (`str`, *optional*): known to the maker, beyond those of every draft.
+        answers_by_target (`bool`, *optional*): Whether the target wrote the responses in the rows.
+        num_rows, num_tokens (`int`, *optional*): Size of the training set after truncation and filtering.
+        training_arguments (`Mapping`, *optional*): Training arguments that differ from their defaults, empty if none
+            does.
+        initialized_from (`str`, *optional*): The draft from which training started, or a statement that the initial
+            weights were random.
+        steps (`int`, *optional*): Optimizer steps of the saved weights.
+        last_step (`int`, *optional*): Optimizer steps of the whole run, where the best weights were kept.
+        epochs (`float`, *optional*): Epochs at `last_step`, or at `steps`.
+        tokens_seen (`int`, *optional*): The number of input tokens in training.
+        train_loss, train_acceptance_length (`float`, *optional*): Last logged values over the trained blocks.
+        seed (`int`, *optional*): The seed of training.
+        hardware, software (`str`, *optional*): Those of training, as [`environment`] returns them.
+        evaluations (`Sequence[Evaluation]`): Evaluations on held-out rows.
+        measured ([`Summary`], *optional*): Generation with and without the draft.
+        protocol ([`Protocol`]): How `measured` was obtained.
+        suite ([`MeasuredSuite`], *optional*): Results of `dflash-hf eval`. Without them the card has no such section.
+        limits (`str`, *optional*): Known limits beyond those of every draft.
         native_repo (`str`, *optional*): Hub name of the draft in the layout of this package.
         serving_repo (`str`, *optional*): Hub name of the same draft in the layout of serving engines.
-        languages, tags (`Sequence[str]`): for the metadata, further tags only.
+        languages, tags (`Sequence[str]`): Languages and further tags for the metadata.
     """
 
     config: DFlashConfig
@@ -165,7 +169,7 @@ class DraftCard:
     epochs: float | None = None
     tokens_seen: int | None = None
     train_loss: float | None = None
-    train_accept_len: float | None = None
+    train_acceptance_length: float | None = None
     seed: int | None = None
     hardware: str | None = None
     software: str | None = None
@@ -182,12 +186,12 @@ class DraftCard:
     @classmethod
     def from_config(cls, config: DFlashConfig, title: str, **facts: Any) -> DraftCard:
         """
-        Take from a configuration what it says: target, chat-template arguments.
+        Make a card from what a configuration says about the target and the chat-template arguments.
 
         Args:
-            config ([`DFlashConfig`]): of the draft.
-            title (`str`): heading.
-            **facts: further fields; they come before those of the configuration.
+            config ([`DFlashConfig`]): The draft's configuration.
+            title (`str`): The heading.
+            **facts: Further fields, which take precedence over the configuration.
 
         Returns:
             [`DraftCard`]
@@ -201,18 +205,18 @@ class DraftCard:
     @classmethod
     def from_folder(cls, folder: str | Path, config: DFlashConfig | None = None) -> DraftCard:
         """
-        Read back the card of a saved draft: the facts beside it, else what its configuration and weights say.
+        Read the card of a saved draft from the facts beside it, or else from its configuration and weights.
 
         Args:
-            folder (`str` or `Path`): where the draft is saved, in any layout.
-            config ([`DFlashConfig`], *optional*): of the draft; default: the one in the folder.
+            folder (`str` or `Path`): The folder of the draft, in any layout.
+            config ([`DFlashConfig`], *optional*): The draft's configuration, by default the one in the folder.
 
         Returns:
             [`DraftCard`]
 
         Raises:
-            OSError: a file is missing or damaged.
-            ValueError: the configuration is not that of a draft, or the facts are not those of a card.
+            OSError: A file is missing or damaged.
+            ValueError: The configuration is not that of a draft, or the facts are not those of a card.
         """
         folder = Path(folder)
         if config is None:
@@ -225,34 +229,37 @@ class DraftCard:
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any], config: DFlashConfig, *, where: str = "facts") -> DraftCard:
         """
-        The inverse of [`~DraftCard.as_facts`].
+        Make a card from the plain values that [`~DraftCard.as_facts`] returned, in this version or in version 0.1.0.
 
         Args:
-            facts (`Mapping`): plain values.
-            config ([`DFlashConfig`]): of the draft.
-            where (`str`): names the facts in messages.
+            facts (`Mapping`): The plain values.
+            config ([`DFlashConfig`]): The draft's configuration.
+            where (`str`, defaults to `"facts"`): What messages call the facts.
 
         Returns:
             [`DraftCard`]
 
         Raises:
-            ValueError: a fact is unknown or missing.
+            ValueError: A fact is unknown or missing.
         """
-        facts = dict(facts)
+        facts = _current_names(cls, facts)
         try:
-            facts["evaluations"] = tuple(Evaluation(**values) for values in facts.get("evaluations") or ())
+            facts["evaluations"] = tuple(
+                Evaluation(**_current_names(Evaluation, values)) for values in facts.get("evaluations") or ()
+            )
             facts["protocol"] = Protocol(**(facts.get("protocol") or {}))
-            facts["measured"] = Summary(**facts["measured"]) if facts.get("measured") else None
+            measured = facts.get("measured")
+            facts["measured"] = Summary(**_current_names(Summary, measured)) if measured else None
             facts["suite"] = MeasuredSuite.from_facts(facts["suite"]) if facts.get("suite") else None
             return cls(config=config, **facts)
         except (TypeError, KeyError) as error:
             raise ValueError(
-                f"{where} does not hold the facts of a draft's card: {error}. Remove it, and the card is written from "
-                "the configuration alone."
+                f"{where} does not hold the facts of a draft's card: {error}. Every fact must be a field of "
+                "DraftCard. Remove the file, and the card is written from the configuration alone."
             ) from error
 
     def as_facts(self) -> dict[str, Any]:
-        """All facts but the configuration (which is saved in a place of its own) as plain values, for JSON."""
+        """Return all facts as plain values for JSON, except the configuration, which has a file of its own."""
         facts = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "config"}
         facts["evaluations"] = [asdict(evaluation) for evaluation in self.evaluations]
         facts["protocol"] = asdict(self.protocol)
@@ -261,7 +268,7 @@ class DraftCard:
         return facts
 
     def metadata(self) -> ModelCardData:
-        """`ModelCardData`: what the Hub reads. Unknown facts are absent."""
+        """Return the metadata that the Hub reads. Unknown facts are left out."""
         return ModelCardData(
             base_model=self.target_id,
             base_model_relation=BASE_MODEL_RELATION if self.target_id is not None else None,
@@ -275,185 +282,102 @@ class DraftCard:
         )
 
     def render(
-        self, picture: str | None = None, picture_words: str | None = None, suite_pictures: Sequence[str] = ()
+        self, picture: str | None = None, no_picture_reason: str | None = None, suite_pictures: Sequence[str] = ()
     ) -> ModelCard:
         """
-        Make the card.
+        Render the card as Markdown.
 
         Args:
-            picture (`str`, *optional*): file name of the per-slot picture beside the card.
-            picture_words (`str`, *optional*): what stands in its place if there is none.
-            suite_pictures (`Sequence[str]`): file names of the suite's pictures beside the card.
+            picture (`str`, *optional*): File name of the picture beside the card.
+            no_picture_reason (`str`, *optional*): What is printed in place of a missing picture.
+            suite_pictures (`Sequence[str]`): File names of the suite's pictures beside the card.
 
         Returns:
             `ModelCard`
         """
         config, draft = self.config, self.native_repo or self.title
         target = self.target_id or f"path/to/{self.target_folder or 'the-target'}"
-        folder = _serving_folder(draft)
-        serving = self.serving_repo or folder
-        speculative = {"method": "dflash", "model": serving, "num_speculative_tokens": config.block_size - 1}
+        chart = slot_chart(self)
         card = ModelCard.from_template(
             self.metadata(),
             template_path=str(TEMPLATE),
-            heading=text(self.title),
-            target_in_words=self._target_in_words(),
+            heading=one_line(self.title),
+            target_phrase=target_phrase(self),
             num_drafted=config.block_size - 1,
             block_size=config.block_size,
             target_literal=json.dumps(target, ensure_ascii=False),
             draft_literal=json.dumps(draft, ensure_ascii=False),
-            inputs=self._inputs(),
-            serving_repo=code(self.serving_repo) if self.serving_repo is not None else None,
-            convert=shlex.join(["dflash-hf", "convert", draft, folder, "--layout", "serving"]),
-            vllm=shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]),
-            sglang=shlex.join(["python", "-m", "sglang.launch_server", "--model-path", target])
-            + " \\\n    "
-            + shlex.join(["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", serving]),
-            measured=table_cells(self._measured_rows()),
+            inputs=input_snippet(self),
+            serving_repo=inline_code(self.serving_repo) if self.serving_repo is not None else None,
+            commands=serving_commands(self, target, draft),
+            measured=table_cells(generation_rows(self.measured, self.protocol, config.block_size)),
             suite=self.suite.markdown(suite_pictures) if self.suite is not None else None,
             picture=picture,
-            picture_label=slots[1] if (slots := _slots_of(self)) is not None else None,
-            picture_words=picture_words or NOT_RECORDED,
-            evaluations=[_evaluation_cells(evaluation) for evaluation in self.evaluations or (Evaluation(),)],
-            geometry=table_cells(self._draft_rows()),
-            training=table_cells(self._training_rows()),
-            limits=text(self.limits) if self.limits else f"Further limits: {NOT_RECORDED}.",
+            picture_label=chart.label if chart is not None else None,
+            no_picture_reason=no_picture_reason or NOT_RECORDED,
+            evaluations=[evaluation_cells(evaluation) for evaluation in self.evaluations or (None,)],
+            geometry=table_cells(draft_rows(self)),
+            training=table_cells(training_rows(self)),
+            limits=one_line(self.limits) if self.limits else f"Further limits: {NOT_RECORDED}.",
         )
         content = str(card).rstrip("\n") + "\n"
         return ModelCard(content + _mark(content))
 
-    def _inputs(self) -> str:
-        """Lines of a snippet that make `inputs` of a question."""
-        if self.has_chat_template is False:
-            return 'inputs = tokenizer("12 times 13 is", return_tensors="pt")'
-        arguments = 'chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-        if self.chat_template_kwargs:
-            arguments = f"\n    {arguments}, **{dict(self.chat_template_kwargs)!r}\n"
-        chat = 'chat = [{"role": "user", "content": "What is 12 times 13?"}]'
-        return f"{chat}\ninputs = tokenizer.apply_chat_template({arguments})"
-
-    def _target_in_words(self) -> str:
-        if self.target_id is not None:
-            return code(self.target_id)
-        return f"a target in a local folder, {code(self.target_folder)}" if self.target_folder else "its target"
-
-    def _measured_rows(self) -> list[tuple[str, Any]]:
-        summary, protocol = self.measured, self.protocol
-        rows: list[tuple[str, Any]] = []
-        if summary is None:
-            names = ("acceptance length", "slots 1 … k all accepted", "plain → with the draft")
-            rows += [(name, None) for name in (*names, "speed-up", "answers identical token by token")]
-        else:
-            slots = ", ".join(f"{slot}: {share(value)}" for slot, value in enumerate(summary.slot_acceptance, start=1))
-            speeds = (summary.plain_tokens_per_s, summary.drafted_tokens_per_s)
-            rows += [
-                ("acceptance length", f"{number(summary.accept_len)} of {self.config.block_size}"),
-                ("slots 1 … k all accepted", slots or None),
-                ("plain → with the draft", " → ".join(number(speed, 1) for speed in speeds) + " tokens/s"),
-                ("speed-up (median of the prompts)", f"{number(summary.speed_up)}×"),
-                ("answers identical token by token", f"{summary.num_identical} of {summary.num_prompts}"),
-            ]
-        temperature = protocol.temperature
-        rows += [
-            ("prompts", protocol.prompts),
-            ("temperature", "0 (greedy)" if temperature == 0 else temperature),
-            ("longest answer", words(protocol.max_new_tokens, "{} tokens")),
-            ("dtype", protocol.dtype),
-            ("target's weights", protocol.target_weights),
-            ("decoding", protocol.decoding),
-            ("hardware", protocol.hardware),
-            ("software", protocol.software),
-            ("seed", "none needed (greedy)" if temperature == 0 and protocol.seed is None else protocol.seed),
-        ]
-        return rows
-
-    def _draft_rows(self) -> list[tuple[str, Any]]:
-        config = self.config
-        windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
-        attention = ", ".join("full" if window is None else f"window of {window}" for window in windows)
-        heads = f"{config.num_attention_heads} query, {config.num_key_value_heads} key-value, {config.head_dim} wide"
-        mask_token = f" ({self.mask_token})" if self.mask_token is not None else f", text {NOT_RECORDED}"
-        license_words = f"{self.target_license}, that of the target's card" if self.target_license else None
-        return [
-            ("target", self.target_id or (f"local folder {self.target_folder}" if self.target_folder else None)),
-            ("target revision", config.target_revision),
-            ("chat template", self.has_chat_template),
-            ("chat-template arguments", arguments_in_words(self.chat_template_kwargs)),
-            ("block size", config.block_size),
-            ("target layers read", f"{config.target_layer_ids} of {config.target_num_hidden_layers}, counted from 0"),
-            ("mask token", f"{config.mask_token_id}{mask_token}"),
-            ("draft layers", f"{config.num_hidden_layers} ({attention})"),
-            ("hidden and intermediate size", f"{config.hidden_size}, {config.intermediate_size}"),
-            ("heads", heads),
-            ("parameters", words(self.num_parameters, "{:,}")),
-            ("licence", self.license or license_words),
-            ("layout of this package", self.native_repo),
-            ("layout of serving engines", self.serving_repo),
-        ]
-
-    def _training_rows(self) -> list[tuple[str, Any]]:
-        steps = words(self.steps)
-        if self.last_step is not None and self.last_step != self.steps:
-            steps += f" (the best; the run had {self.last_step})"
-        arguments = self.training_arguments
-        return [
-            ("data", self.training_data),
-            ("answers written by the target", self.answers_by_target),
-            ("rows", words(self.num_rows, "{:,}")),
-            ("tokens in the rows", words(self.num_tokens, "{:,}")),
-            ("started from", self.initialized_from),
-            ("optimizer steps", steps),
-            ("epochs", words(self.epochs, "{:.4g}")),
-            ("input tokens, as Trainer counts them", words(self.tokens_seen, "{:,}")),
-            ("loss, last logged", number(self.train_loss, 3)),
-            ("acceptance length of trained blocks, last logged", number(self.train_accept_len)),
-            ("seed", self.seed),
-            ("hardware", self.hardware),
-            ("software", self.software),
-            (
-                "arguments that differ from their defaults",
-                None if arguments is None else "below" if arguments else "none",
-            ),
-            *((f"`{name}`", str(value)) for name, value in (arguments or {}).items()),
-        ]
-
 
 def write_model_card(folder: str | Path, card: DraftCard, *, overwrite: bool = False) -> bool:
     """
-    Write `README.md`, its picture and the facts of both (`card_facts.json`) into a draft's folder.
+    Write `README.md`, its picture and the facts of both (`card_facts.json`) into the folder of a draft.
 
     Args:
-        folder (`str` or `Path`): where the draft is saved.
-        card ([`DraftCard`]): the facts.
-        overwrite (`bool`, defaults to `False`): replace a README that somebody has edited, too.
+        folder (`str` or `Path`): The folder in which the draft is saved.
+        card ([`DraftCard`]): The facts.
+        overwrite (`bool`, defaults to `False`): Whether to replace a README that was edited by hand.
 
     Returns:
-        `bool`: whether the README was written; False if one that this function has not written, or that was edited
-        since, was kept.
+        `bool`: whether the README was written. It is kept, and the result is False, if this function has not written
+        it or if it was edited since.
     """
     folder = Path(folder)
     path = folder / CARD_NAME
-    picture = _draw(card, folder / PICTURE_NAME)
-    reason = "matplotlib was not installed when this card was written; the table has the numbers."
-    has_slots = _slots_of(card) is not None
+    chart = slot_chart(card)
+    picture = _save_picture(chart, folder / PICTURE_NAME)
     write_text(folder / FACTS_NAME, json.dumps(card.as_facts(), indent=1, ensure_ascii=False, default=str) + "\n")
     if path.is_file() and not overwrite and not is_own_card(path.read_text(encoding="utf-8", errors="replace")):
         logger.warning(
-            f"{path} was edited or comes from elsewhere, so it is kept as it is. Remove or rename it to get the new "
-            f"card; its facts are in {FACTS_NAME}."
+            f"{path} was edited or comes from another source, so it is kept. Remove or rename it to get the new "
+            f"card, whose facts are in {FACTS_NAME}."
         )
         return False
     suite_pictures = [name for name in (card.suite.pictures if card.suite else ()) if (folder / name).is_file()]
-    write_text(path, str(card.render(picture, reason if has_slots else None, suite_pictures)))
+    reason = "matplotlib was not installed when this card was written. The table has the numbers."
+    write_text(path, str(card.render(picture, reason if chart is not None else None, suite_pictures)))
     return True
+
+
+def write_suite_card(draft_folder: str | Path, output: SuiteOutput, folder: str | Path) -> bool:
+    """
+    Add the results of `dflash-hf eval` to the model card of a saved draft, and copy their pictures beside it.
+
+    Args:
+        draft_folder (`str` or `Path`): The folder in which the draft is saved.
+        output ([`SuiteOutput`]): The results.
+        folder (`str` or `Path`): The folder of the evaluation, which has the pictures.
+
+    Returns:
+        `bool`: whether the README was written, as [`write_model_card`] returns it.
+    """
+    for name in output.record["pictures"]:
+        shutil.copyfile(Path(folder) / name, Path(draft_folder) / name)
+    card = replace(DraftCard.from_folder(draft_folder), suite=output.for_card())
+    return write_model_card(draft_folder, card)
 
 
 def is_own_card(content: str) -> bool:
     """
-    Whether a README is one that [`write_model_card`] wrote, and nobody has changed since.
+    Tell whether [`write_model_card`] wrote a README and nobody has changed it since.
 
     Args:
-        content (`str`): the whole text.
+        content (`str`): The whole text of the README.
 
     Returns:
         `bool`
@@ -462,91 +386,53 @@ def is_own_card(content: str) -> bool:
     return mark is not None and mark.group(1) == digest(content[: mark.start()])
 
 
-def _mark(content: str) -> str:
-    return f"\n<!-- Written by dflash_hf, digest {digest(content)}. A text that was edited is never overwritten. -->\n"
-
-
 def license_of_folder(folder: str | None) -> str | None:
     """
-    The licence that the card in a local folder names.
+    Read the licence from the model card in a local folder.
 
     Args:
-        folder (`str`, *optional*): of a target, say; a Hub name is not looked up.
+        folder (`str`, *optional*): The folder, for example that of a target. A Hub name is not looked up.
 
     Returns:
-        `str` or `None`.
+        `str` or `None`
     """
     path = Path(folder) / CARD_NAME if folder else None
     if path is None or not path.is_file():
         return None
     try:
         license_id = ModelCard.load(path).data.get("license")
-    except (ValueError, yaml.YAMLError):  # no readable metadata
+    except (ValueError, yaml.YAMLError):  # The card has no readable metadata.
         return None
     return license_id if isinstance(license_id, str) else None
 
 
+def _current_names(kind: type[Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename facts that version 0.1.0 wrote with `accept_len` in their names to the fields of a dataclass."""
+    names = {item.name for item in fields(kind)}
+    renamed = {name: name.replace("accept_len", "acceptance_length") for name in facts}
+    return {new if (new := renamed[name]) in names else name: value for name, value in facts.items()}
+
+
+def _mark(content: str) -> str:
+    """Return the comment at the end of a card that holds the digest of its text."""
+    return f"\n<!-- Written by dflash_hf, digest {digest(content)}. A text that was edited is never overwritten. -->\n"
+
+
+def _save_picture(chart: SlotChart | None, path: Path) -> str | None:
+    """Save the chart if there is one and matplotlib is installed, and return the file's name."""
+    try:
+        if chart is not None:
+            chart.save(path)
+            return path.name
+    except ImportError:
+        pass
+    path.unlink(missing_ok=True)  # An old picture would show other numbers.
+    return None
+
+
 def _count_parameters(folder: Path) -> int | None:
-    """Parameters of a saved draft, from the headers of its files; `None` without weights."""
+    """Count the parameters of a saved draft from the headers of its files. Without weights return `None`."""
     if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
         return None
     shapes = tensor_shapes(folder)
     return sum(math.prod(shape) for name, (_, shape) in shapes.items() if name not in TARGET_TENSORS)
-
-
-def _evaluation_cells(evaluation: Evaluation) -> list[str]:
-    accuracy = ", ".join(f"{slot}: {share(value)}" for slot, value in enumerate(evaluation.slot_accuracy, start=1))
-    values = (evaluation.accept_len, evaluation.serving_accept_len, evaluation.generate_accept_len)
-    name = evaluation.name or ("held-out rows" if evaluation != Evaluation() else None)
-    cells = [name, evaluation.step, number(evaluation.loss, 3), *map(number, values), accuracy or None]
-    return [table_cell(cell) for cell in cells]
-
-
-def _serving_folder(draft: str) -> str:
-    """A folder whose name has "DFlash" in it, by which serving engines know the method, and is not the source's."""
-    name = draft.rstrip("/").rsplit("/", 1)[-1]
-    return f"{name}-serving" if "dflash" in name.lower() else f"{name}-DFlash"
-
-
-def _slots_of(card: DraftCard) -> tuple[Sequence[float], str, str] | None:
-    """Shares to draw, what they are, and a title: of generation if it was measured, else of the last evaluation."""
-    if card.measured is not None and card.measured.slot_acceptance:
-        lengths = f"Acceptance length {number(card.measured.accept_len)}, speed-up {number(card.measured.speed_up)}×"
-        return card.measured.slot_acceptance, "slots 1 … k accepted", lengths
-    for evaluation in card.evaluations:
-        if evaluation.slot_accuracy:
-            where = f", step {evaluation.step}" if evaluation.step is not None else ""
-            title = f"Held-out rows{where}: acceptance length {number(evaluation.accept_len)}"
-            return evaluation.slot_accuracy, "slot k right", title
-    return None
-
-
-def _draw(card: DraftCard, path: Path) -> str | None:
-    """Draw the card's slots, if it has any and matplotlib (an extra) is there; returns the file's name."""
-    slots = _slots_of(card)
-    try:
-        if slots is not None:
-            draw_slots(*slots, path)
-            return path.name
-    except ImportError:
-        pass
-    path.unlink(missing_ok=True)  # one of other numbers
-    return None
-
-
-def write_suite_card(draft_folder: str | Path, output: SuiteOutput, folder: str | Path) -> bool:
-    """
-    Write the results into the model card of a saved draft, and their pictures beside it.
-
-    Args:
-        draft_folder (`str` or `Path`): where the draft is saved.
-        output ([`SuiteOutput`]): written.
-        folder (`str` or `Path`): of the evaluation, which has the pictures.
-
-    Returns:
-        `bool`: as of [`write_model_card`].
-    """
-    for name in output.record["pictures"]:
-        shutil.copyfile(Path(folder) / name, Path(draft_folder) / name)
-    card = replace(DraftCard.from_folder(draft_folder), suite=output.for_card())
-    return write_model_card(draft_folder, card)

@@ -109,7 +109,7 @@ def training_facts(args: DFlashTrainingArguments, state: Any) -> dict[str, Any]:
         "epochs": state.epoch,
         "tokens_seen": int(state.num_input_tokens_seen) or None,
         "train_loss": last.get("loss"),
-        "train_accept_len": last.get("accept_len"),
+        "train_acceptance_length": last.get("accept_len"),
         "training_arguments": changed_arguments(args),
         "seed": args.seed,
     }
@@ -218,10 +218,14 @@ def evaluation(step: int | None, prefix: str, entry: Mapping[str, Any]) -> Evalu
     slots: list[float] = []
     while f"{prefix}_slot_accuracy_{len(slots) + 1}" in entry:
         slots.append(entry[f"{prefix}_slot_accuracy_{len(slots) + 1}"])
-    names = ("loss", "accept_len", "serving_accept_len", "generate_accept_len")
-    values = {name: entry.get(f"{prefix}_{name}") for name in names}
     return Evaluation(
-        step=step, name=prefix.removeprefix("eval").removeprefix("_") or None, **values, slot_accuracy=slots
+        step=step,
+        name=prefix.removeprefix("eval").removeprefix("_") or None,
+        loss=entry.get(f"{prefix}_loss"),
+        acceptance_length=entry.get(f"{prefix}_accept_len"),
+        serving_acceptance_length=entry.get(f"{prefix}_serving_accept_len"),
+        generate_acceptance_length=entry.get(f"{prefix}_generate_accept_len"),
+        slot_accuracy=slots,
     )
 
 
@@ -238,8 +242,8 @@ def last_and_best(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
     """
 
     def worth(candidate: Evaluation) -> float:
-        length = candidate.serving_accept_len
-        length = candidate.accept_len if length is None else length
+        length = candidate.serving_acceptance_length
+        length = candidate.acceptance_length if length is None else length
         return -math.inf if length is None or math.isnan(length) else length
 
     chosen: list[Evaluation] = []
@@ -271,7 +275,15 @@ def write_card_of_run(folder: str | Path, card: DraftCard) -> bool:
             logger.warning(f"The facts of an earlier card are replaced: {error}")
     if earlier is not None:
         # Equal to the last digit: of the same weights, or of those of a repetition.
-        same = ("steps", "train_loss", "train_accept_len", "seed", "training_arguments", "num_rows", "num_tokens")
+        same = (
+            "steps",
+            "train_loss",
+            "train_acceptance_length",
+            "seed",
+            "training_arguments",
+            "num_rows",
+            "num_tokens",
+        )
         is_told = card.steps is not None and (card.train_loss is not None or card.num_tokens is not None)
         if is_told and all(getattr(card, name) == getattr(earlier, name) for name in same):
             unknown = [item.name for item in fields(card) if getattr(card, item.name) in (None, (), "")]
