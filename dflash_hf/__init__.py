@@ -86,11 +86,19 @@ else:
     )
 
 
+def _push_draft(*args: Any, **kwargs: Any) -> Any:
+    """Push a draft with its model card. The import is deferred because the card needs all of `evaluation`."""
+    from .hub.push import push_draft
+
+    return push_draft(*args, **kwargs)
+
+
 def register() -> None:
     """
     Make drafts known to transformers and give the two model files what only the installed package can do.
 
-    Importing the package calls this function. A second call changes nothing.
+    Importing the package calls this function, except in `dflash-hf`, which calls it before it runs a command. A second
+    call changes nothing.
 
     - `AutoConfig` and `AutoModel` load the model type `"dflash"`.
     - `DFlashConfig` and `DFlashDraftModel` read the checkpoints of other producers.
@@ -105,22 +113,26 @@ def register() -> None:
     from .model.configuration_dflash import DFlashConfig
     from .model.modeling_dflash import DFlashDraftModel
 
-    def push_draft(*args: Any, **kwargs: Any) -> Any:
-        from .hub import push  # the card needs all of evaluation
-
-        return push.push_draft(*args, **kwargs)
-
     # exist_ok: the import must still work with a version of transformers that has a model type `dflash` of its own.
     AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
     AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
     DFlashConfig.register_format_reader(native_values)
     DFlashDraftModel.register_checkpoint_reader(read_checkpoint)
-    DFlashDraftModel.register_hub_writer(push_draft)
+    DFlashDraftModel.register_hub_writer(_push_draft)
     DFlashConfig.register_for_auto_class()
     DFlashDraftModel.register_for_auto_class("AutoModel")
 
 
-# The command registers when it runs, so that it prints its help without importing torch. While Python looks for the
-# module of `python -m dflash_hf`, `sys.argv[0]` is "-m".
-if Path(*sys.argv[:1]).stem not in ("dflash-hf", "-m"):
+def _is_own_command() -> bool:
+    """
+    Tell whether this process is `dflash-hf` or `python -m dflash_hf`, which calls `register` only to run a command.
+
+    While Python looks for the module of `python -m`, `sys.argv[0]` is "-m" and only `sys.orig_argv` names the module.
+    """
+    if sys.argv[:1] == ["-m"]:
+        return ("-m", "dflash_hf") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    return Path(*sys.argv[:1]).stem == "dflash-hf"
+
+
+if not _is_own_command():  # so that the command prints its help without importing torch
     register()

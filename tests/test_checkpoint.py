@@ -325,3 +325,16 @@ def test_registering_twice_changes_nothing(draft, tmp_path):
     draft.save_pretrained(tmp_path)
     assert type(AutoModel.from_pretrained(tmp_path)) is DFlashDraftModel
     assert (tmp_path / "modeling_dflash.py").exists()
+
+
+@pytest.mark.spawns
+def test_a_package_that_imports_ours_and_is_run_with_python_m_registers(draft, tmp_path):
+    draft.save_pretrained(tmp_path / "draft")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import dflash_hf")
+    code = "from transformers import AutoModel\nprint(type(AutoModel.from_pretrained('draft')).__module__)"
+    (tmp_path / "theirs" / "run.py").write_text(code)
+    result = subprocess.run(
+        [sys.executable, "-m", "theirs.run"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.stdout.strip() == "dflash_hf.model.modeling_dflash", result.stderr[-2000:]

@@ -91,7 +91,7 @@ def test_both_spellings_of_rope_are_one_value():
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"target_layer_ids": [1, 36]}, "from 0 to 35"),
         ({"target_layer_ids": [1, 1]}, "must be distinct"),
-        ({"target_layer_ids": []}, "must be integers"),
+        ({"target_layer_ids": []}, "must be a list of integers"),
         ({"target_layer_ids": "1"}, "target_layer_ids='1'"),
         ({"target_layer_ids": [1, 35]}, "after the final norm"),
         ({"target_layer_ids": [1, 2], "num_target_layers": 3}, "num_target_layers=3 must equal"),

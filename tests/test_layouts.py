@@ -279,7 +279,7 @@ def test_an_unknown_depth_is_learnt_from_the_target_and_needed_for_serving(targe
 def test_a_tap_of_the_last_layer_is_found_when_the_depth_becomes_known(target, tmp_path):
     folder = write_producer(tmp_path / "draft", "speculators", aux_hidden_state_layer_ids=[1, 4])
     draft = DFlashDraftModel.from_pretrained(folder)
-    with pytest.raises(ValueError, match="taps the last layer, 3"):
+    with pytest.raises(ValueError, match="contains the last layer, 3"):
         draft.tie_target(target)
     assert not draft.is_tied
 

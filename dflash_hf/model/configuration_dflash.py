@@ -1,4 +1,8 @@
-"""Configuration of a DFlash draft model. Travels with a checkpoint: needs transformers only."""
+"""
+The configuration of a DFlash draft model.
+
+The file travels with every checkpoint, so that it needs transformers but not this package.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +22,28 @@ FormatReader = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Beyond any model; a damaged or hostile file must not ask for more memory than there is.
+# Larger than in any model. The limits keep a damaged or hostile file from allocating all memory.
 MAX_SIZE, MAX_LAYERS = 2**26, 2**10
 
 
 def default_target_layer_ids(target_num_hidden_layers: int, num_target_layers: int) -> list[int]:
     """
-    Spread the tapped layers over the depth of the target.
+    Spread the target layers that the draft reads over the depth of the target.
 
-    Layer id `i` means the output of decoder layer `i`, counted from 0. The last layer is never chosen: its state is
-    seen after the final norm in transformers and before it in serving engines.
+    Layer id `i` means the output of decoder layer `i`, counted from 0. The last layer is never chosen, because
+    transformers returns its state after the final norm and serving engines return it before.
 
     Args:
         target_num_hidden_layers (`int`):
-            Decoder layers of the target.
+            The number of decoder layers of the target.
         num_target_layers (`int`):
-            Layers to tap.
+            The number of layers to read.
 
     Returns:
-        `list[int]`: ascending distinct layer ids.
+        `list[int]`: distinct layer ids in ascending order.
 
     Raises:
-        ValueError: the target has fewer layers before its last one than taps are asked for.
+        ValueError: The target has fewer than `num_target_layers` layers before its last one.
 
     Example:
 
@@ -56,8 +60,8 @@ def default_target_layer_ids(target_num_hidden_layers: int, num_target_layers: i
     depth, count = target_num_hidden_layers, num_target_layers
     if not 1 <= count <= depth - 1:
         raise ValueError(
-            f"num_target_layers={count} taps do not fit a target of {depth} layers: the last layer is never tapped, "
-            f"so choose 1 to {depth - 1}."
+            f"num_target_layers={count} does not fit a target of {depth} layers: the last layer is never read, so "
+            f"choose 1 to {depth - 1}."
         )
     if count == 1:
         return [min(depth // 2, depth - 2)]
@@ -67,24 +71,26 @@ def default_target_layer_ids(target_num_hidden_layers: int, num_target_layers: i
 
 def check_target_layer_ids(target_layer_ids: list[int], target_num_hidden_layers: int) -> None:
     """
-    Refuse tapped layers that the target does not have, and its last one.
+    Refuse layers that the target does not have, and its last layer.
 
     Args:
-        target_layer_ids (`list[int]`): tapped layers, counted from 0.
-        target_num_hidden_layers (`int`): decoder layers of the target.
+        target_layer_ids (`list[int]`): The layers that the draft reads, counted from 0.
+        target_num_hidden_layers (`int`): The number of decoder layers of the target.
 
     Raises:
-        ValueError: one is out of range, or the last layer.
+        ValueError: An id is out of range or is that of the last layer.
     """
     ids, depth = target_layer_ids, target_num_hidden_layers
     if max(ids) >= depth:
         raise ValueError(
-            f"target_layer_ids={ids} must be integers from 0 to {depth - 1} (target_num_hidden_layers={depth})."
+            f"target_layer_ids={ids} must be integers from 0 to {depth - 1}, because the target has "
+            f"target_num_hidden_layers={depth}. Choose other layers."
         )
     if depth - 1 in ids:
         raise ValueError(
-            f"target_layer_ids={ids} taps the last layer, {depth - 1}: transformers returns its state after the "
-            "final norm, serving engines before it, so acceptance would be lost. Tap an earlier layer."
+            f"target_layer_ids={ids} contains the last layer, {depth - 1}. transformers returns its state after the "
+            "final norm and serving engines return it before, so that a draft trained with one would be rarely "
+            "accepted with the other. Choose an earlier layer."
         )
 
 
@@ -92,24 +98,24 @@ def choose_mask_token_id(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int, excluded_token_ids: set[int] | None = None
 ) -> tuple[int, str]:
     """
-    Choose the token whose embedding stands for "not yet known" in a block.
+    Choose the token whose embedding fills the slots to be drafted.
 
-    Order: the tokenizer's mask token; an embedding row that no token uses; the first special token that is none of
-    pad, eos, bos.
+    The first choice is the tokenizer's mask token, the second an embedding row that no token uses, and the third the
+    first special token other than pad, eos and bos.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
             The target's tokenizer.
         num_embeddings (`int`):
-            Rows of the target's embedding, padding rows included.
+            The number of rows of the target's embedding matrix, padding included.
         excluded_token_ids (`set[int]`, *optional*):
-            Further ids that must not be chosen (the eos list of a generation config, for example).
+            Further ids that must not be chosen, for example the eos ids of a generation configuration.
 
     Returns:
-        `tuple[int, str]`: the id and one phrase that says why it was chosen.
+        `tuple[int, str]`: the id, and a phrase that says why it was chosen.
 
     Raises:
-        ValueError: nothing fits; the message says to pass `mask_token_id`.
+        ValueError: No token is suitable. The message says to pass `mask_token_id`.
     """
     excluded = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *(excluded_token_ids or ())}
     mask_token_id = getattr(tokenizer, "mask_token_id", None)
@@ -122,57 +128,61 @@ def choose_mask_token_id(
         if token.special and token_id not in excluded:
             return token_id, f"the special token {token.content!r}"
     raise ValueError(
-        f"No mask token found in {tokenizer.name_or_path!r}: it has no mask token, its vocabulary fills all "
-        f"{num_embeddings} embedding rows and every special token is pad, eos or bos. "
+        f"The tokenizer {tokenizer.name_or_path!r} offers no mask token: it defines none, its vocabulary fills all "
+        f"{num_embeddings} embedding rows, and every special token is pad, eos or bos. "
         "Pass mask_token_id= with the id of a token that never occurs in text."
     )
 
 
 class DFlashConfig(PreTrainedConfig):
     r"""
-    Configuration of a [`DFlashDraftModel`]. The defaults are those of the reference draft for Qwen3-8B.
+    The configuration of a [`DFlashDraftModel`]. The defaults are those of the reference draft for Qwen3-8B.
 
-    `hidden_size`, `target_hidden_size` and `vocab_size` are the target's: embedding and language model head are shared
-    with it. `num_target_layers` counts the tapped layers, not the depth of the target.
+    The draft shares embedding and language model head with its target, so that `hidden_size`, `target_hidden_size` and
+    `vocab_size` are those of the target. `num_target_layers` counts the target layers that the draft reads, not all
+    layers of the target.
 
     Args:
-        vocab_size (`int`, defaults to 151936): Rows of the target's embedding, padding rows included.
+        vocab_size (`int`, defaults to 151936): Number of rows of the target's embedding matrix, padding included.
         hidden_size (`int`, defaults to 4096): Width of the draft, equal to the target's.
         intermediate_size (`int`, defaults to 12288): Width of the MLP.
-        num_hidden_layers (`int`, defaults to 5): Decoder layers of the draft.
-        num_attention_heads (`int`, defaults to 32): Query heads.
-        num_key_value_heads (`int`, defaults to 8): Key and value heads.
-        head_dim (`int`, defaults to 128): Width of a head, even.
+        num_hidden_layers (`int`, defaults to 5): Number of decoder layers of the draft.
+        num_attention_heads (`int`, defaults to 32): Number of query heads.
+        num_key_value_heads (`int`, defaults to 8): Number of key and value heads.
+        head_dim (`int`, defaults to 128): Width of a head, which must be even.
         hidden_act (`str`, defaults to `"silu"`): Activation of the MLP.
-        max_position_embeddings (`int`, defaults to 40960): Longest sequence in tokens.
+        max_position_embeddings (`int`, defaults to 40960): Maximum length of a sequence in tokens.
         initializer_range (`float`, defaults to 0.02): Standard deviation of new linear weights.
-        rms_norm_eps (`float`, defaults to 1e-6): Added to the variance in every norm.
-        attention_bias (`bool`, defaults to `False`): Biases in the attention projections.
+        rms_norm_eps (`float`, defaults to 1e-6): Constant that every norm adds to the variance.
+        attention_bias (`bool`, defaults to `False`): Whether the attention projections have biases.
         attention_dropout (`float`, defaults to 0.0): Dropout on attention weights in training.
-        rope_theta (`float`, *optional*): Base of the rotary angles, 1,000,000 if it stands in neither place. Stored
-            inside `rope_parameters`; the property `config.rope_theta` reads it there.
+        rope_theta (`float`, *optional*): Base of the rotary angles, by default the one in `rope_parameters`, else
+            1,000,000. It is stored in `rope_parameters`, where the property `config.rope_theta` reads it.
         rope_parameters (`dict`, *optional*): `rope_type` (`default`, `linear`, `llama3`, `yarn`) and its values.
-        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` a layer; all full if unset.
-        sliding_window (`int`, *optional*): Window in tokens of the sliding layers, at least `block_size`.
-        is_causal (`bool`, *optional*): Whether a slot sees only the slots before it. Unset: sliding layers are causal
-            inside the block, full layers are not.
-        block_size (`int`, defaults to 16): Slots a block, the anchor included.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer. By default
+            all layers have full attention.
+        sliding_window (`int`, *optional*): Window of the sliding layers in tokens, at least `block_size`.
+        is_causal (`bool`, *optional*): Whether a slot sees only itself and the slots before it. By default sliding
+            layers are causal inside the block and full layers are not.
+        block_size (`int`, defaults to 16): Number of slots in a block, the anchor included.
         mask_token_id (`int`, defaults to 151669): Token whose embedding fills the slots to be drafted.
-        num_target_layers (`int`, *optional*): Number of tapped target layers; follows from `target_layer_ids`.
+        num_target_layers (`int`, *optional*): Number of target layers that the draft reads. It follows from
+            `target_layer_ids`.
         target_hidden_size (`int`, *optional*): Width of the target, equal to `hidden_size`.
-        target_num_hidden_layers (`int`, *optional*, defaults to 36): Decoder layers of the target; `None` if the
-            checkpoint of another producer does not say, until the draft is tied.
-        target_layer_ids (`list[int]`, *optional*): Tapped layers, counted from 0; evenly spread if unset.
-        target_name_or_path (`str`, *optional*): The target's Hub name or folder.
-        target_revision (`str`, *optional*): The target's revision.
+        target_num_hidden_layers (`int`, *optional*, defaults to 36): Number of decoder layers of the target. It is
+            `None` until the draft is tied if another producer's checkpoint does not contain it.
+        target_layer_ids (`list[int]`, *optional*): The target layers that the draft reads, counted from 0. By default
+            they are evenly spread.
+        target_name_or_path (`str`, *optional*): Hub name or folder of the target.
+        target_revision (`str`, *optional*): Revision of the target.
         chat_template_kwargs (`dict`, *optional*): Chat-template arguments used in training.
-        input_embedding_scale (`float`, *optional*): Factor inside the target's embedding module (Gemma), compared when
-            the draft is tied. Servers that look rows up themselves need it.
-        target_tensor_checksums (`dict`, *optional*): Tensors of the target that the draft's file carried, with
-            checksums that are compared when the draft is tied.
+        input_embedding_scale (`float`, *optional*): Factor inside the target's embedding module (Gemma), which is
+            compared when the draft is tied. Servers that look up embeddings themselves need it.
+        target_tensor_checksums (`dict`, *optional*): Checksums of the target's tensors that the draft's file
+            contained, which are compared when the draft is tied.
 
     Raises:
-        ValueError: a value breaks its rule; the message gives field, value and rule.
+        ValueError: A value breaks its rule. The message gives field, value and rule.
 
     Example:
 
@@ -236,7 +246,10 @@ class DFlashConfig(PreTrainedConfig):
         self.rope_parameters = self._merge_rope(self.rope_parameters, kwargs)
         if self.target_layer_ids is None:
             if self.target_num_hidden_layers is None:
-                raise ValueError("Without target_num_hidden_layers the draft needs target_layer_ids.")
+                raise ValueError(
+                    "target_num_hidden_layers and target_layer_ids are both missing, so that the layers of the target "
+                    "that the draft reads cannot be chosen. Pass one of them."
+                )
             count = 5 if self.num_target_layers is None else self.num_target_layers
             self.target_layer_ids = default_target_layer_ids(self.target_num_hidden_layers, count)
         if self.num_target_layers is None:
@@ -265,39 +278,39 @@ class DFlashConfig(PreTrainedConfig):
 
     @classmethod
     def field_names(cls) -> set[str]:
-        """`set[str]`: fields of a draft's configuration that a caller may set."""
+        """Return the fields of a draft's configuration that a caller may set."""
         return {*cls.__dataclass_fields__, "rope_theta"} - PreTrainedConfig.__dataclass_fields__.keys()
 
     @property
     def rope_theta(self) -> float:
-        """`float`: base of the rotary angles, as it stands in `rope_parameters`."""
+        """`float`: base of the rotary angles in `rope_parameters`."""
         return (self.rope_parameters or {}).get("rope_theta", self.default_theta)
 
     def in_block_causal(self, layer_index: int) -> bool:
-        """Whether a slot of this layer sees only the slots up to itself."""
+        """Tell whether a slot of this layer sees only itself and the slots before it."""
         if self.is_causal is not None:
             return self.is_causal
         return self.layer_window(layer_index) is not None
 
     def layer_window(self, layer_index: int) -> int | None:
-        """Sliding window of this layer in tokens, or `None` for full attention."""
+        """Return the sliding window of this layer in tokens, or `None` for full attention."""
         layer_types = self.layer_types or []
         return self.sliding_window if layer_types[layer_index] == "sliding_attention" else None
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As in `PreTrainedConfig`; the file of another producer is translated."""
+        """Read config.json as `PreTrainedConfig` does, and translate that of another producer."""
         raw, kwargs = super().get_config_dict(*args, **kwargs)
         return cls._translated(raw, kwargs), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in `PreTrainedConfig`; the dictionary may be the config.json of another producer."""
+        """Make a configuration as `PreTrainedConfig` does. The values may be another producer's config.json."""
         return super().from_dict(cls._translated(config_dict, kwargs), **kwargs)
 
     @classmethod
     def _translated(cls, raw: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The values of a configuration file; fields are taken out of `kwargs`, so that they are checked with them."""
+        """Translate the values of a file. Fields move from `kwargs` to the reader, which checks the two together."""
         if cls._format_reader is None or not raw:
             return raw
         given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
@@ -320,23 +333,25 @@ class DFlashConfig(PreTrainedConfig):
         **overrides: Any,
     ) -> DFlashConfig:
         """
-        Derive a configuration from a target and log what was chosen.
+        Derive a configuration from a target and log the choices.
 
         Args:
             target (`str`, `PreTrainedConfig` or `PreTrainedModel`):
-                Hub name or folder, or the live target. The text configuration inside a multimodal one is used.
+                Hub name or folder, the live target or its configuration. Of a multimodal target the text
+                configuration is used.
             num_hidden_layers (`int`, defaults to 5):
-                Draft layers.
+                The number of draft layers.
             num_target_layers (`int`, defaults to 5):
-                Layers to tap; fewer if the target is shallower. `target_layer_ids=` overrides it.
+                The number of target layers to read, fewer if the target is shallower. `target_layer_ids=` overrides
+                it.
             block_size (`int`, defaults to 16):
-                Slots a block, the anchor included.
+                The number of slots in a block, the anchor included.
             tokenizer (`PreTrainedTokenizerBase`, *optional*):
-                The target's tokenizer, for the choice of the mask token. Loaded from the target's name if unset.
+                The target's tokenizer, from which the mask token is chosen. By default the target's name gives it.
             mask_token_id (`int`, *optional*):
-                Overrides the choice of the mask token.
-            target_revision, token, cache_dir, local_files_only:
-                How the target is looked up.
+                The mask token, which is then not chosen.
+            target_revision, token, cache_dir, local_files_only (*optional*):
+                Arguments that find the target on the Hub.
             **overrides:
                 Any field of the configuration.
 
@@ -344,7 +359,7 @@ class DFlashConfig(PreTrainedConfig):
             `DFlashConfig`
 
         Raises:
-            ValueError: the target has no text decoder, or no mask token can be chosen.
+            ValueError: The target has no text decoder, or no mask token can be chosen.
         """
         hub = {"revision": target_revision, "token": token, "cache_dir": cache_dir}
         hub["local_files_only"] = local_files_only
@@ -358,11 +373,12 @@ class DFlashConfig(PreTrainedConfig):
             if getattr(text, field, None) is None:
                 raise ValueError(
                     f"The target {describe_target(target)} has no `{field}` in its text configuration "
-                    f"({type(text).__name__}): DFlash needs a decoder-only language model."
+                    f"({type(text).__name__}). DFlash needs a decoder-only language model. Use one as the target."
                 )
         if getattr(target_config, "is_encoder_decoder", False):
             raise ValueError(
-                f"The target {describe_target(target)} is an encoder-decoder model: DFlash needs a decoder-only one."
+                f"The target {describe_target(target)} is an encoder-decoder model. DFlash needs a decoder-only "
+                "language model. Use one as the target."
             )
 
         depth, heads = text.num_hidden_layers, text.num_attention_heads
@@ -398,7 +414,7 @@ class DFlashConfig(PreTrainedConfig):
             if tokenizer is None:
                 if not values["target_name_or_path"]:
                     raise ValueError(
-                        "The mask token cannot be chosen: the target was built in memory and names no tokenizer. "
+                        "The target was built in memory and names no tokenizer, from which the mask token is chosen. "
                         "Pass tokenizer= or mask_token_id=."
                     )
                 tokenizer = AutoTokenizer.from_pretrained(values["target_name_or_path"], **hub)
@@ -415,7 +431,7 @@ class DFlashConfig(PreTrainedConfig):
         return config
 
     def _check_types(self) -> None:
-        """Every value of a wrong type is a `ValueError` here; transformers would raise a class of its own, later."""
+        """Raise a `ValueError` for a value of a wrong type, before transformers raises a class of its own."""
         for name, hint in inspect.get_annotations(DFlashConfig, eval_str=True).items():
             if get_origin(hint) is ClassVar:
                 continue
@@ -426,93 +442,107 @@ class DFlashConfig(PreTrainedConfig):
             kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
             if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
                 names = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
-                raise ValueError(f"{name}={value!r} must be {names}.")
+                raise ValueError(f"{name}={value!r} must be {names}. Change the value.")
             if int in kinds and float not in kinds and not isinstance(value, bool):
                 minimum = 0 if name.endswith("_token_id") else 1
                 maximum = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
                 if isinstance(value, int) and not minimum <= value <= maximum:
                     rule = f"at least {minimum}" if value < minimum else f"at most {maximum}"
-                    raise ValueError(f"{name}={value!r} must be {rule}.")
+                    raise ValueError(f"{name}={value!r} must be {rule}. Change the value.")
 
     def _merge_rope(self, rope_parameters: dict[str, Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Make `rope_theta` and `rope_parameters` one value; two that differ are an error."""
+        """Put `rope_theta` into `rope_parameters`, and refuse two values that differ."""
         rope = dict(rope_parameters or kwargs.pop("rope_scaling", None) or {})
         kwargs.pop("rope_scaling", None)
         theta = kwargs.pop("rope_theta", None)
         if theta is not None and rope.setdefault("rope_theta", theta) != theta:
             raise ValueError(
-                f"rope_theta={theta} and rope_parameters['rope_theta']={rope['rope_theta']} disagree: give one."
+                f"rope_theta={theta} and rope_parameters['rope_theta']={rope['rope_theta']} differ, but both are the "
+                "base of the rotary angles. Pass one of them."
             )
         factor = kwargs.pop("partial_rotary_factor", None) or rope.get("partial_rotary_factor")
         if factor not in (None, 1, 1.0):
             raise ValueError(
-                f"partial_rotary_factor={factor} is not supported: the draft rotates whole heads. Drop it."
+                f"partial_rotary_factor={factor} is not supported, because the draft rotates whole heads. Remove it."
             )
         rope.pop("partial_rotary_factor", None)
         rope.setdefault("rope_theta", self.default_theta)
         rope.setdefault("rope_type", rope.pop("type", "default"))
         if rope["rope_type"] not in ROPE_TYPES:
-            raise ValueError(f"rope_parameters['rope_type']={rope['rope_type']!r} must be one of {ROPE_TYPES}.")
+            raise ValueError(
+                f"rope_parameters['rope_type']={rope['rope_type']!r} must be one of {ROPE_TYPES}. Choose one of them."
+            )
         for name, value in rope.items():
             numbers = value if isinstance(value, list) and name != "rope_theta" else [value]
             if name != "rope_type" and not all(isinstance(number, int | float | None) for number in numbers):
-                raise ValueError(f"rope_parameters[{name!r}]={value!r} must be a number or a list of numbers.")
+                raise ValueError(
+                    f"rope_parameters[{name!r}]={value!r} must be a number or a list of numbers. Change the value."
+                )
         if not (rope["rope_theta"] or 0) > 0:
-            raise ValueError(f"rope_theta={rope['rope_theta']} must be positive.")
+            raise ValueError(f"rope_theta={rope['rope_theta']} must be positive. Change the value.")
         return rope
 
     def _check_values(self) -> None:
+        """Raise a `ValueError` for values that are out of range or contradict each other."""
         ids, depth = self.target_layer_ids or [], self.target_num_hidden_layers
         layer_types = self.layer_types or []
         if self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size} must be at least 2: the anchor and one slot to draft.")
+            raise ValueError(
+                f"block_size={self.block_size} must be at least 2, for the anchor and one slot to draft. Increase it."
+            )
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} must be below vocab_size={self.vocab_size}, the rows of the "
-                "target's embedding."
+                f"mask_token_id={self.mask_token_id} must be below vocab_size={self.vocab_size}, the number of the "
+                "target's embeddings. Choose a token that has an embedding."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}."
+                f"num_key_value_heads={self.num_key_value_heads}. Change one of them."
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary angles come in pairs.")
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even, because rotary angles apply to pairs. Change the value."
+            )
         if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-            raise ValueError(f"target_layer_ids={ids} must be integers: layers of the target, counted from 0.")
+            raise ValueError(
+                f"target_layer_ids={ids} must be a list of integers, the layers of the target counted from 0. Change "
+                "the value."
+            )
         if depth is not None:
             check_target_layer_ids(ids, depth)
         if len(set(ids)) != len(ids):
-            raise ValueError(f"target_layer_ids={ids} must be distinct.")
+            raise ValueError(f"target_layer_ids={ids} must be distinct. Remove the repeated ids.")
         if self.num_target_layers != len(ids):
             raise ValueError(
-                f"num_target_layers={self.num_target_layers} must equal the number of target_layer_ids={ids}."
+                f"num_target_layers={self.num_target_layers} must equal the number of target_layer_ids={ids}. Leave "
+                "num_target_layers out."
             )
         if self.target_hidden_size != self.hidden_size:
             raise ValueError(
-                f"target_hidden_size={self.target_hidden_size} must equal hidden_size={self.hidden_size}: the draft "
-                "uses the target's embedding and head."
+                f"target_hidden_size={self.target_hidden_size} must equal hidden_size={self.hidden_size}, because the "
+                "draft uses the target's embedding and head. Set both to the width of the target."
             )
         if len(layer_types) != self.num_hidden_layers or any(kind not in LAYER_TYPES for kind in layer_types):
             raise ValueError(
                 f"layer_types={layer_types} must hold one of {LAYER_TYPES} for each of the "
-                f"num_hidden_layers={self.num_hidden_layers} layers."
+                f"num_hidden_layers={self.num_hidden_layers} layers. Change one of them."
             )
         for name, checksum in (self.target_tensor_checksums or {}).items():
             if not isinstance(checksum, str) or not re.fullmatch(r"b?float\d+ \d+x\d+ [0-9a-f]{64}", checksum):
                 raise ValueError(
                     f"target_tensor_checksums[{name!r}]={checksum!r} must be dtype, shape and SHA-256, as in "
-                    "'bfloat16 49152x576 <64 hex digits>'."
+                    "'bfloat16 49152x576 <64 hex digits>'. Use the configuration as it was saved."
                 )
         if "sliding_attention" in layer_types and (self.sliding_window or 0) < self.block_size:
             raise ValueError(
                 f"sliding_window={self.sliding_window} must be at least block_size={self.block_size} when a layer is "
-                "'sliding_attention'."
+                "'sliding_attention'. Increase it."
             )
 
 
 def describe_target(target: str | PreTrainedConfig | PreTrainedModel | None) -> str:
-    """Name a target in messages: its Hub name or folder, else its class."""
+    """Return the name of a target for messages: its Hub name or folder, or else its class."""
     if target is None or isinstance(target, str):
         return repr(target)
     config = target.config if isinstance(target, PreTrainedModel) else target
@@ -520,13 +550,14 @@ def describe_target(target: str | PreTrainedConfig | PreTrainedModel | None) -> 
 
 
 def _rope_theta_of(text_config: PreTrainedConfig, default: float) -> float:
+    """Find the base of the rotary angles of a target's full-attention layers."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope) or {}
     return rope.get("rope_theta", getattr(text_config, "rope_theta", None)) or default
 
 
 def _token_ids(config: Any) -> list[int]:
-    """The pad, eos and bos ids of a model or generation configuration."""
+    """Return the pad, eos and bos ids of a model or generation configuration."""
     values = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
     return [
         token_id
