@@ -6,9 +6,9 @@ import json
 
 from typer.testing import CliRunner
 
-from dflash_hf.benchmarks.regeneration import measure_answers, share_of_same
+from dflash_hf.benchmarks.regeneration import measure_throughput, share_of_identical
 from dflash_hf.cli import app
-from dflash_hf.regeneration.requests import Answer, RequestFeed, TurnRequest
+from dflash_hf.regeneration.requests import Completion, RequestQueue, TurnRequest
 
 
 class Scripted:
@@ -17,22 +17,22 @@ class Scripted:
     def __init__(self, name, log, extra=0):
         self.name, self.log, self.extra = name, log, extra
 
-    def answers(self, feed: RequestFeed):
+    def completions(self, feed: RequestQueue):
         while (request := feed.take()) is not None:
             self.log.append(self.name)
             number = int(request.conversation_id)
-            yield request, Answer({}, "stop", [], [7] * (number + (self.extra if number > 2 else 0)))
+            yield request, Completion({}, "stop", [], [7] * (number + (self.extra if number > 2 else 0)))
 
 
 def test_engines_take_turns_on_the_same_requests_and_tokens_are_counted():
     log: list[str] = []
     requests = [TurnRequest(str(number), []) for number in range(1, 5)]
-    engines = {"a": Scripted("a", log), "b": Scripted("b", log, extra=1)}
-    measured = measure_answers(engines, requests)
+    backends = {"a": Scripted("a", log), "b": Scripted("b", log, extra=1)}
+    measured = measure_throughput(backends, requests)
     assert log == ["a", "b"] * 4
     assert measured["a"].num_tokens == 10
     assert measured["b"].num_tokens == 12
-    assert share_of_same(measured["a"], measured["b"]) == 0.5
+    assert share_of_identical(measured["a"], measured["b"]) == 0.5
     assert measured["a"].seconds > 0
 
 
@@ -46,6 +46,6 @@ def test_the_command_measures_both_and_their_fp32_answers_are_the_same(saved_tar
     assert "tokens/s" in result.output
     record = json.loads(out.read_text())
     assert record["prompts"] == 7
-    assert record["same_answers"] == 1.0
-    assert record["engine"]["tokens"] == record["plain batches"]["tokens"] <= 7 * 8
-    assert record["ratio"] == record["engine"]["tokens_per_s"] / record["plain batches"]["tokens_per_s"]
+    assert record["identical_share"] == 1.0
+    assert record["continuous batching"]["tokens"] == record["static batches"]["tokens"] <= 7 * 8
+    assert record["ratio"] == record["continuous batching"]["tokens_per_s"] / record["static batches"]["tokens_per_s"]

@@ -1,4 +1,4 @@
-"""The local engine against `generate` on one prompt at a time."""
+"""The local backend against `generate` on one prompt at a time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from dflash_hf.regeneration import continuous_batching
-from dflash_hf.regeneration.local import LocalEngine
-from dflash_hf.regeneration.requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
-from dflash_hf.regeneration.sampling import Draws, draw
+from dflash_hf.regeneration.local import LocalBackend
+from dflash_hf.regeneration.requests import Completion, Failure, RequestQueue, SamplingParameters, TurnRequest
+from dflash_hf.regeneration.sampling import RandomNumbers, sample_tokens
 
 END, PAD = 257, 256
 WORDS = ["", "a", "Why?", "Tell me a long story, please", "x" * 40, "one two", "?", "b" * 23]
@@ -47,14 +47,14 @@ def requests(number: int) -> list[TurnRequest]:
     ]
 
 
-def answers_of(engine: LocalEngine, asked: Iterable[TurnRequest]) -> dict[str, Answer | Failure]:
-    found = [(request.conversation_id, answer) for request, answer in engine.answers(RequestFeed(asked))]
+def answers_of(backend: LocalBackend, asked: Iterable[TurnRequest]) -> dict[str, Completion | Failure]:
+    found = [(request.conversation_id, answer) for request, answer in backend.completions(RequestQueue(asked))]
     assert len({name for name, _ in found}) == len(found)
     return dict(found)
 
 
-def ids_of(answers: dict[str, Answer | Failure]) -> dict[str, list[int] | None]:
-    return {name: answer.token_ids for name, answer in answers.items() if isinstance(answer, Answer)}
+def ids_of(answers: dict[str, Completion | Failure]) -> dict[str, list[int] | None]:
+    return {name: answer.token_ids for name, answer in answers.items() if isinstance(answer, Completion)}
 
 
 def alone(target: Any, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
@@ -113,13 +113,15 @@ def test_greedy_answers_are_those_of_generate_on_each_prompt_alone(tokenizer, mo
     for request in asked:
         ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, return_dict=False)
         expected[request.conversation_id] = alone(target, ids, 16)
-    assert len({len(answer) for answer in expected.values()}) > 4  # or slots would be refilled all at once
-    for refill, batch_size in ((True, 1), (True, 3), (True, 17), (False, 17)):
-        engine = LocalEngine(target, tokenizer, Sampling(16), batch_size=batch_size, refill=refill)
-        answers = answers_of(engine, asked)
+    assert len({len(answer) for answer in expected.values()}) > 4  # or all sequences would end at once
+    for is_continuous, batch_size in ((True, 1), (True, 3), (True, 17), (False, 17)):
+        backend = LocalBackend(
+            target, tokenizer, SamplingParameters(16), batch_size=batch_size, continuous_batching=is_continuous
+        )
+        answers = answers_of(backend, asked)
         assert ids_of(answers) == expected
         for answer in answers.values():
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, Completion)
             assert answer.token_ids
             has_end = answer.token_ids[-1] in (END, *ends)
             assert answer.finish_reason == ("stop" if has_end else "length")
@@ -132,10 +134,10 @@ def test_prompts_of_one_token_and_answers_of_one_token(tokenizer):
     target = make_chat_target()
     asked = [TurnRequest(text, [{"role": "user", "content": text}]) for text in "abcdef"]
     for max_new_tokens in (1, 6):
-        engine = LocalEngine(target, tokenizer, Sampling(max_new_tokens), batch_size=4)
-        answers = answers_of(engine, asked)
+        backend = LocalBackend(target, tokenizer, SamplingParameters(max_new_tokens), batch_size=4)
+        answers = answers_of(backend, asked)
         for text, answer in answers.items():
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, Completion)
             assert answer.prompt_ids == tokenizer.encode(text)
             assert answer.token_ids == alone(target, answer.prompt_ids, max_new_tokens)
 
@@ -147,10 +149,13 @@ def test_rules_of_the_generation_config_hold_as_in_generate(tokenizer):
     with torch.no_grad():  # token 0, which padding on the left may be made of, is written often
         target.lm_head.weight[0] = 3 * target.lm_head.weight[common]
     target.generation_config.eos_token_id = ends
-    for refill in (True, False):
-        answers = answers_of(LocalEngine(target, tokenizer, Sampling(16), batch_size=5, refill=refill), requests(8))
+    for is_continuous in (True, False):
+        answers = answers_of(
+            LocalBackend(target, tokenizer, SamplingParameters(16), batch_size=5, continuous_batching=is_continuous),
+            requests(8),
+        )
         for answer in answers.values():
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, Completion)
             assert answer.prompt_ids
             assert answer.token_ids
             assert answer.token_ids == alone(target, answer.prompt_ids, 16)
@@ -161,28 +166,28 @@ def test_rules_of_the_generation_config_hold_as_in_generate(tokenizer):
 def test_sampled_answers_depend_on_their_seed_alone(tokenizer, temperature):
     target = make_chat_target()
     target.generation_config.update(do_sample=True, temperature=1.3, top_k=30, repetition_penalty=1.2)
-    sampling = Sampling(12, temperature, top_p=0.9, seed=5)
+    sampling = SamplingParameters(12, temperature, top_p=0.9, seed=5)
     asked = requests(13)
-    first = ids_of(answers_of(LocalEngine(target, tokenizer, sampling, batch_size=4), asked))
-    for batch_size, order, refill in ((13, asked[::-1], True), (1, asked, True), (3, asked, False)):
-        engine = LocalEngine(target, tokenizer, sampling, batch_size=batch_size, refill=refill)
-        assert ids_of(answers_of(engine, order)) == first
-    other_seed = Sampling(12, temperature, top_p=0.9, seed=6)
-    assert ids_of(answers_of(LocalEngine(target, tokenizer, other_seed, batch_size=4), asked)) != first
+    first = ids_of(answers_of(LocalBackend(target, tokenizer, sampling, batch_size=4), asked))
+    for batch_size, order, is_continuous in ((13, asked[::-1], True), (1, asked, True), (3, asked, False)):
+        backend = LocalBackend(target, tokenizer, sampling, batch_size=batch_size, continuous_batching=is_continuous)
+        assert ids_of(answers_of(backend, order)) == first
+    other_seed = SamplingParameters(12, temperature, top_p=0.9, seed=6)
+    assert ids_of(answers_of(LocalBackend(target, tokenizer, other_seed, batch_size=4), asked)) != first
     same_text = [TurnRequest(str(index), [{"role": "user", "content": "Why?"}]) for index in range(4)]
-    drawn = ids_of(answers_of(LocalEngine(target, tokenizer, sampling, batch_size=4), same_text))
+    drawn = ids_of(answers_of(LocalBackend(target, tokenizer, sampling, batch_size=4), same_text))
     assert len({tuple(answer or ()) for answer in drawn.values()}) == 4
 
 
-@pytest.mark.parametrize("refill", [True, False])
-def test_sampling_draws_from_the_distribution_of_the_target(tokenizer, refill):
+@pytest.mark.parametrize("is_continuous", [True, False])
+def test_sampling_draws_from_the_distribution_of_the_target(tokenizer, is_continuous):
     target = make_chat_target()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    sampling = Sampling(1, temperature=1.5, top_k=6, top_p=0.95)
+    sampling = SamplingParameters(1, temperature=1.5, top_k=6, top_p=0.95)
     number = 3000
     asked = [TurnRequest(str(index), [{"role": "user", "content": "Why"}]) for index in range(number)]
-    engine = LocalEngine(target, tokenizer, sampling, batch_size=500, refill=refill)
-    counts = Counter((answer or [-1])[0] for answer in ids_of(answers_of(engine, asked)).values())
+    backend = LocalBackend(target, tokenizer, sampling, batch_size=500, continuous_batching=is_continuous)
+    counts = Counter((answer or [-1])[0] for answer in ids_of(answers_of(backend, asked)).values())
     with torch.no_grad():
         scores, tokens = (target(torch.tensor([tokenizer.encode("Why")])).logits[0, -1] / 1.5).topk(6)
     probabilities = scores.softmax(-1)
@@ -200,8 +205,8 @@ def test_sampling_draws_from_the_distribution_of_the_target(tokenizer, refill):
 
 def test_drawing_walks_through_the_summed_probabilities():
     scores = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]] * 5).log()
-    assert draw(scores, [0.0, 0.4999, 0.5, 0.75, 1 - 2**-32]).tolist() == [1, 1, 3, 4, 4]
-    numbers = [Draws(7).next() for _ in range(2)]
+    assert sample_tokens(scores, [0.0, 0.4999, 0.5, 0.75, 1 - 2**-32]).tolist() == [1, 1, 3, 4, 4]
+    numbers = [RandomNumbers(7).next() for _ in range(2)]
     assert numbers[0] == numbers[1]
     assert 0 <= numbers[0] < 1
 
@@ -214,14 +219,16 @@ def test_a_prompt_that_cannot_be_answered_fails_alone(tokenizer):
     )
     texts = ["good", "bad", "x" * 60, "y" * 36, "z" * 37, "fine"]
     asked = [TurnRequest(text[0], [{"role": "user", "content": text}]) for text in texts]
-    answers = answers_of(LocalEngine(target, tokenizer, Sampling(8), batch_size=2), [*asked, TurnRequest("none", [])])
+    answers = answers_of(
+        LocalBackend(target, tokenizer, SamplingParameters(8), batch_size=2), [*asked, TurnRequest("none", [])]
+    )
     reasons = {name: answer.reason for name, answer in answers.items() if isinstance(answer, Failure)}
     assert set(reasons) == {"b", "x", "z", "none"}
     assert "no such role" in reasons["b"]
     assert "63 tokens" in reasons["x"]
     assert "40" in reasons["z"]
     y = answers["y"]  # 39 tokens: room for one
-    assert isinstance(y, Answer)
+    assert isinstance(y, Completion)
     assert y.prompt_ids
     assert len(y.prompt_ids) == 39
     assert y.token_ids == alone(target, y.prompt_ids, 1)
@@ -232,8 +239,8 @@ def test_tools_and_template_arguments_reach_the_template(tokenizer):
     tokenizer.chat_template = "{{ tools | length }}{{ mood }}{{ messages[-1]['content'] }}"
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}] * 2
     asked = TurnRequest("a", [{"role": "user", "content": "!"}], tools=tools, chat_template_kwargs={"mood": "glad"})
-    answer = answers_of(LocalEngine(make_chat_target(), tokenizer, Sampling(2)), [asked])["a"]
-    assert isinstance(answer, Answer)
+    answer = answers_of(LocalBackend(make_chat_target(), tokenizer, SamplingParameters(2)), [asked])["a"]
+    assert isinstance(answer, Completion)
     assert tokenizer.decode(answer.prompt_ids) == "2glad!"
 
 
@@ -245,16 +252,16 @@ def test_the_feed_is_read_as_far_as_needed_and_follow_ups_are_answered(tokenizer
             read.append(index)
             yield TurnRequest(f"row {index}", [{"role": "user", "content": "Hi"}])
 
-    found = LocalEngine(target, tokenizer, Sampling(3), batch_size=2).answers(RequestFeed(endless()))
+    found = LocalBackend(target, tokenizer, SamplingParameters(3), batch_size=2).completions(RequestQueue(endless()))
     for _ in range(3):
         next(found)
     found.close()
     assert len(read) <= 16
 
-    feed = RequestFeed(requests(3))
+    feed = RequestQueue(requests(3))
     turns = []
-    for request, answer in LocalEngine(target, tokenizer, Sampling(3), batch_size=2).answers(feed):
-        assert isinstance(answer, Answer)
+    for request, answer in LocalBackend(target, tokenizer, SamplingParameters(3), batch_size=2).completions(feed):
+        assert isinstance(answer, Completion)
         turns.append((request.conversation_id, request.turn))
         if request.turn < 2:
             messages = [*request.messages, answer.message, {"role": "user", "content": "And?"}]
@@ -263,20 +270,25 @@ def test_the_feed_is_read_as_far_as_needed_and_follow_ups_are_answered(tokenizer
 
 
 def test_a_failed_first_turn_may_be_followed_by_another_request(tokenizer):
-    feed = RequestFeed([TurnRequest("bad", [])])
-    engine = LocalEngine(make_chat_target(), tokenizer, Sampling(2))
+    feed = RequestQueue([TurnRequest("bad", [])])
+    backend = LocalBackend(make_chat_target(), tokenizer, SamplingParameters(2))
     names = []
-    for request, _ in engine.answers(feed):
+    for request, _ in backend.completions(feed):
         names.append(request.conversation_id)
         if request.conversation_id == "bad":
             feed.put(requests(1)[0])
     assert names == ["bad", "row 0"]
 
 
-@pytest.mark.parametrize("refill", [True, False])
-def test_out_of_memory_halves_the_batch_and_loses_nothing(tokenizer, monkeypatch, refill):
+@pytest.mark.parametrize("is_continuous", [True, False])
+def test_out_of_memory_halves_the_batch_and_loses_nothing(tokenizer, monkeypatch, is_continuous):
     target = make_chat_target()
-    expected = ids_of(answers_of(LocalEngine(target, tokenizer, Sampling(8), refill=True, batch_size=1), requests(11)))
+    expected = ids_of(
+        answers_of(
+            LocalBackend(target, tokenizer, SamplingParameters(8), continuous_batching=True, batch_size=1),
+            requests(11),
+        )
+    )
     forward = target.forward
 
     def with_room_for_three(*args: Any, **kwargs: Any) -> Any:
@@ -284,11 +296,11 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(tokenizer, monkeypatch
             raise torch.OutOfMemoryError("no room")
         return forward(*args, **kwargs)
 
-    # What the engine reads of a target; functions have the attribute only once it is set
+    # What the backend reads of a target; functions have the attribute only once it is set
     with_room_for_three.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(target, "forward", with_room_for_three)
-    engine = LocalEngine(target, tokenizer, Sampling(8), batch_size=8, refill=refill)
-    assert ids_of(answers_of(engine, requests(11))) == expected
+    backend = LocalBackend(target, tokenizer, SamplingParameters(8), batch_size=8, continuous_batching=is_continuous)
+    assert ids_of(answers_of(backend, requests(11))) == expected
 
 
 def test_targets_that_have_other_caches_or_masks_are_answered_by_generate(tokenizer):
@@ -323,21 +335,21 @@ def test_targets_that_have_other_caches_or_masks_are_answered_by_generate(tokeni
         (Qwen3NextForCausalLM(config).eval(), "linear_attention"),
         (GPTNeoForCausalLM(neo).eval(), "masks of their own"),
     ):
-        engine = LocalEngine(target, tokenizer, Sampling(6), batch_size=3)
-        assert not engine.refill
-        for answer in answers_of(engine, requests(5)).values():
-            assert isinstance(answer, Answer)
+        backend = LocalBackend(target, tokenizer, SamplingParameters(6), batch_size=3)
+        assert not backend.continuous_batching
+        for answer in answers_of(backend, requests(5)).values():
+            assert isinstance(answer, Completion)
             assert answer.prompt_ids
             assert answer.token_ids == alone(target, answer.prompt_ids, 6)
         with pytest.raises(ValueError, match=reason):
-            LocalEngine(target, tokenizer, Sampling(6), refill=True)
+            LocalBackend(target, tokenizer, SamplingParameters(6), continuous_batching=True)
 
 
 def test_the_target_is_left_as_it_was(tokenizer):
     target = make_chat_target()
     before = (target.config.to_dict(), target.generation_config.to_dict(), target.training)
-    found = LocalEngine(target, tokenizer, Sampling(5, temperature=0.7), batch_size=2).answers(
-        RequestFeed(requests(4))
+    found = LocalBackend(target, tokenizer, SamplingParameters(5, temperature=0.7), batch_size=2).completions(
+        RequestQueue(requests(4))
     )
     next(found)
     assert torch.is_grad_enabled()
@@ -349,15 +361,15 @@ def test_the_target_is_left_as_it_was(tokenizer):
 def test_what_cannot_be_done_is_refused_with_the_reason(tokenizer):
     target = make_chat_target()
     with pytest.raises(ValueError, match="batch_size=0"):
-        LocalEngine(target, tokenizer, Sampling(), batch_size=0)
+        LocalBackend(target, tokenizer, SamplingParameters(), batch_size=0)
     target.generation_config.num_beams = 3
-    LocalEngine(target, tokenizer, Sampling())
+    LocalBackend(target, tokenizer, SamplingParameters())
     with pytest.raises(ValueError, match="beam"):
-        LocalEngine(target, tokenizer, Sampling(temperature=None))
+        LocalBackend(target, tokenizer, SamplingParameters(temperature=None))
     target.generation_config.num_beams = 1
     target.generation_config.max_time = 3.0
     with pytest.raises(ValueError, match="MaxTimeCriteria"):
-        LocalEngine(target, tokenizer, Sampling())
+        LocalBackend(target, tokenizer, SamplingParameters())
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        LocalEngine(make_chat_target(), tokenizer, Sampling())
+        LocalBackend(make_chat_target(), tokenizer, SamplingParameters())

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from dflash_hf.data.prompts import Conversation, check_columns, conversation_of_row, draw_rows, read_prompts
+from dflash_hf.data.prompts import Conversation, check_columns, conversation_of_row, read_prompts, sample_rows
 
 HELLO, HI, BYE = (
     {"role": "user", "content": "Hello"},
@@ -80,14 +80,14 @@ def test_ids_depend_on_the_content_alone():
 
 def test_a_larger_limit_draws_the_same_rows_and_more():
     rows = datasets.Dataset.from_dict({"prompt": [str(number) for number in range(50)]})
-    few, many = draw_rows(rows, 5, 3)["prompt"][:], draw_rows(rows, 9, 3)["prompt"][:]
+    few, many = sample_rows(rows, 5, 3)["prompt"][:], sample_rows(rows, 9, 3)["prompt"][:]
     assert many[:5] == few
     assert len(set(many)) == 9
-    assert draw_rows(rows, 5, 4)["prompt"][:] != few
-    assert draw_rows(rows, None, 3) is rows
-    assert len(draw_rows(rows, 99, 3)) == 50
+    assert sample_rows(rows, 5, 4)["prompt"][:] != few
+    assert sample_rows(rows, None, 3) is rows
+    assert len(sample_rows(rows, 99, 3)) == 50
     with pytest.raises(ValueError, match="limit=0"):
-        draw_rows(rows, 0, 3)
+        sample_rows(rows, 0, 3)
 
 
 def test_columns_that_hold_no_prompt_are_refused_before_any_row_is_asked():

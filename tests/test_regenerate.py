@@ -9,11 +9,11 @@ import datasets
 import pytest
 
 from dflash_hf.data.labels import tokenize_row
-from dflash_hf.regeneration.requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
-from dflash_hf.regeneration.run import RegenerationSettings, is_answered_by, regenerate_rows
+from dflash_hf.regeneration.requests import Completion, Failure, RequestQueue, SamplingParameters, TurnRequest
+from dflash_hf.regeneration.run import RegenerationSettings, are_completions_of, regenerate_rows
 from dflash_hf.regeneration.shards import RowShards
 
-SETTINGS = RegenerationSettings("me/mine", "abc123", Sampling(max_new_tokens=9))
+SETTINGS = RegenerationSettings("me/mine", "abc123", SamplingParameters(max_new_tokens=9))
 ASSISTANT, END = 300, 301
 
 
@@ -31,7 +31,7 @@ class Echo:
         self.num_answers, self.with_ids = num_answers, with_ids
         self.is_closed = False
 
-    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
+    def completions(self, feed: RequestQueue) -> Generator[tuple[TurnRequest, Completion | Failure]]:
         try:
             waiting: list[TurnRequest] = []
             while True:
@@ -47,7 +47,7 @@ class Echo:
         finally:
             self.is_closed = True
 
-    def answer(self, request: TurnRequest) -> Answer | Failure:
+    def answer(self, request: TurnRequest) -> Completion | Failure:
         words = request.messages[-1]["content"]
         if words == "fail":
             return Failure("too long")
@@ -56,16 +56,16 @@ class Echo:
         prompt_ids = [*ids_of(history), ASSISTANT]
         message = {"role": "assistant", "content": text}
         if not self.with_ids:
-            return Answer(message, "stop", num_tokens=len(text) + 1)
+            return Completion(message, "stop", num_tokens=len(text) + 1)
         is_cut = words == "cut"
-        return Answer(
+        return Completion(
             message, "length" if is_cut else "stop", prompt_ids, [*text.encode(), *([] if is_cut else [END])]
         )
 
 
-def run(folder: Path, prompts: list[dict], engine: Echo, settings: RegenerationSettings = SETTINGS, **arguments):
+def run(folder: Path, prompts: list[dict], backend: Echo, settings: RegenerationSettings = SETTINGS, **arguments):
     with RowShards(folder, asdict(settings)) as shards:
-        *_, progress = regenerate_rows(prompts, engine, shards, settings, **arguments)
+        *_, progress = regenerate_rows(prompts, backend, shards, settings, **arguments)
     return progress
 
 
@@ -79,8 +79,8 @@ def said(row: dict) -> list[str]:
 
 
 def test_every_prompt_is_answered_once_turn_by_turn(tmp_path):
-    engine = Echo()
-    progress = run(tmp_path, [{"prompt": "a"}, {"turns": ["b", "c", "d"]}, {"prompt": "e"}, {"text": "a"}], engine)
+    backend = Echo()
+    progress = run(tmp_path, [{"prompt": "a"}, {"turns": ["b", "c", "d"]}, {"prompt": "e"}, {"text": "a"}], backend)
     rows = rows_of(tmp_path)
     assert {name: said(row) for name, row in rows.items()} == {
         "a": ["a", "A"],
@@ -88,14 +88,16 @@ def test_every_prompt_is_answered_once_turn_by_turn(tmp_path):
         "e": ["e", "E"],
     }
     assert (progress.num_answered, progress.num_repeated, progress.num_failed, progress.num_tokens) == (3, 1, 0, 10)
-    assert sorted((request.turn, request.messages[-1]["content"]) for request in engine.requests) == [
+    assert sorted((request.turn, request.messages[-1]["content"]) for request in backend.requests) == [
         (0, "a"), (0, "b"), (0, "e"), (1, "c"), (2, "d"),
     ]  # fmt: skip
-    assert len({request.seed(0) for request in engine.requests}) == 5
+    assert len({request.seed(0) for request in backend.requests}) == 5
 
 
 def test_a_row_tells_what_was_asked_of_whom_and_how(tmp_path):
-    settings = RegenerationSettings("me/mine", "abc123", Sampling(9, 0.7, seed=3), "Be brief.", {"style": "x"})
+    settings = RegenerationSettings(
+        "me/mine", "abc123", SamplingParameters(9, 0.7, seed=3), "Be brief.", {"style": "x"}
+    )
     run(tmp_path, [{"prompt": "a"}], Echo(), settings)
     (row,) = datasets.load_dataset(str(tmp_path), split="train")
     assert said(row) == ["Be brief.", "a", "A"]
@@ -154,9 +156,9 @@ def test_what_fails_is_told_and_tried_again_by_the_next_run(tmp_path):
     assert [(line["prompt_index"], line["reason"].split(":")[0]) for line in failures if "prompt_index" in line] == [
         (2, "Not readable"),
     ]  # fmt: skip
-    engine = Echo()
-    progress = run(tmp_path, prompts[:2], engine)
-    assert [request.messages[-1]["content"] for request in engine.requests].count("fail") == 2
+    backend = Echo()
+    progress = run(tmp_path, prompts[:2], backend)
+    assert [request.messages[-1]["content"] for request in backend.requests].count("fail") == 2
     assert list(rows_of(tmp_path)) == ["b"]
     assert progress.num_failed == 2
 
@@ -164,10 +166,10 @@ def test_what_fails_is_told_and_tried_again_by_the_next_run(tmp_path):
 @pytest.mark.parametrize("num_answers", [0, 1, 4, 6])
 def test_an_interrupted_run_goes_on_without_repeating_or_losing_a_row(tmp_path, num_answers):
     prompts = [{"turns": ["a", "b"]}, {"prompt": "c"}, {"turns": ["d", "e", "f"]}, {"prompt": "g"}]
-    engine = Echo(num_answers)
+    backend = Echo(num_answers)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, prompts, engine)
-    assert engine.is_closed
+        run(tmp_path, prompts, backend)
+    assert backend.is_closed
     progress = run(tmp_path, prompts, Echo())
     assert progress.num_done + progress.num_answered == 4
     rows = datasets.load_dataset(str(tmp_path), split="train")
@@ -175,12 +177,12 @@ def test_an_interrupted_run_goes_on_without_repeating_or_losing_a_row(tmp_path, 
 
 
 def test_closing_the_iterator_closes_the_engine_and_keeps_the_rows(tmp_path):
-    engine = Echo()
+    backend = Echo()
     with RowShards(tmp_path, asdict(SETTINGS)) as shards:
-        steps = regenerate_rows([{"prompt": name} for name in "abcdef"], engine, shards, SETTINGS)
+        steps = regenerate_rows([{"prompt": name} for name in "abcdef"], backend, shards, SETTINGS)
         next(steps)
         steps.close()
-    assert engine.is_closed
+    assert backend.is_closed
     assert len(rows_of(tmp_path)) == 1
 
 
@@ -218,7 +220,7 @@ def test_wrong_settings_are_refused():
         RegenerationSettings("t", thinking_share=0.5, chat_template_kwargs={"enable_thinking": True})
     for name, value in (("max_new_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_k", -1)):
         with pytest.raises(ValueError, match=f"{name}={value}"):
-            Sampling(**{name: value})
+            SamplingParameters(**{name: value})
 
 
 def test_rows_tell_whether_the_target_answered_them(tokenizer, caplog):
@@ -233,13 +235,13 @@ def test_rows_tell_whether_the_target_answered_them(tokenizer, caplog):
     }
     without_ids = {**row, "input_ids": None}
     rows = datasets.Dataset.from_list([without_ids, row])
-    assert is_answered_by(rows, "me/mine", tokenizer) is True
+    assert are_completions_of(rows, "me/mine", tokenizer) is True
     of_folder = rows.remove_columns("target").add_column("target", ["mine", "mine"])
-    assert is_answered_by(of_folder, "/home/me/mine", tokenizer) is True
+    assert are_completions_of(of_folder, "/home/me/mine", tokenizer) is True
     assert not caplog.records
-    assert is_answered_by(rows, "me/other", tokenizer) is False
+    assert are_completions_of(rows, "me/other", tokenizer) is False
     assert "those of me/mine, and the draft is for me/other" in caplog.text
-    assert is_answered_by(rows.remove_columns("loss_mask"), "me/mine", tokenizer) is None
+    assert are_completions_of(rows.remove_columns("loss_mask"), "me/mine", tokenizer) is None
     shifted = datasets.Dataset.from_list([{**row, "input_ids": [token + 1 for token in row["input_ids"]]}])
     with pytest.raises(ValueError, match="reads another text"):
-        is_answered_by(shifted, "me/mine", tokenizer)
+        are_completions_of(shifted, "me/mine", tokenizer)

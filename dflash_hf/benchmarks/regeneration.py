@@ -1,4 +1,4 @@
-"""Tokens a second of the local engine beside plain padded batches, on the same prompts, in turns."""
+"""Throughput of generation backends on the same requests, in alternation."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..regeneration.local import LocalEngine
-from ..regeneration.requests import Answer, AnswerEngine, RequestFeed, Sampling, TurnRequest
+from ..regeneration.local import LocalBackend
+from ..regeneration.requests import Completion, GenerationBackend, RequestQueue, SamplingParameters, TurnRequest
 
 
 @dataclass
-class AnsweringMeasurement:
+class ThroughputMeasurement:
     """
-    What one engine did.
+    The completions of one backend and the time they took.
 
     Args:
-        answers (`dict[str, list[int]]`): tokens of each answer, its end included, by conversation.
-        seconds (`float`): that the engine ran.
+        completions (`dict[str, list[int]]`): token ids by conversation, including the token that ends the turn.
+        seconds (`float`): wall time in which the backend ran.
     """
 
-    answers: dict[str, list[int]] = field(default_factory=dict)
+    completions: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers."""
-        return sum(map(len, self.answers.values()))
+        """`int`: tokens of all completions."""
+        return sum(map(len, self.completions.values()))
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second."""
+        """`float`: tokens of all completions over all seconds."""
         return self.num_tokens / self.seconds
 
 
-def measure_answers(
-    engines: Mapping[str, AnswerEngine],
+def measure_throughput(
+    backends: Mapping[str, GenerationBackend],
     requests: Sequence[TurnRequest],
-    on_answer: Callable[[], None] = lambda: None,
-) -> dict[str, AnsweringMeasurement]:
+    on_outcome: Callable[[], None] = lambda: None,
+) -> dict[str, ThroughputMeasurement]:
     """
-    Let engines answer the same requests in turns.
+    Measure backends on the same requests in alternation.
 
-    The engine that has given the fewest answers goes on until its next one, so that whatever else the machine does
-    slows all of them alike. Each engine's clock runs only while it works.
+    The backend with the fewest outcomes runs until its next one, so that other load of the machine slows all backends
+    alike. The time of a backend is counted only while it runs.
 
     Args:
-        engines (`Mapping[str, AnswerEngine]`): by name.
-        requests (`Sequence[TurnRequest]`): with conversation ids of their own.
-        on_answer (`Callable`): called after every answer.
+        backends (`Mapping[str, GenerationBackend]`): by name.
+        requests (`Sequence[TurnRequest]`): each has another conversation id.
+        on_outcome (`Callable`): called after every completion and failure.
 
     Returns:
-        `dict[str, AnsweringMeasurement]`: by name.
+        `dict[str, ThroughputMeasurement]`: by name.
     """
-    measured = {name: AnsweringMeasurement() for name in engines}
-    running = {name: engine.answers(RequestFeed(requests)) for name, engine in engines.items()}
-    counts = dict.fromkeys(engines, 0)
+    measured = {name: ThroughputMeasurement() for name in backends}
+    running = {name: backend.completions(RequestQueue(requests)) for name, backend in backends.items()}
+    counts = dict.fromkeys(backends, 0)
     while running:
         name = min(running, key=lambda name: counts[name])
         start = time.perf_counter()
@@ -67,26 +67,44 @@ def measure_answers(
             del running[name]
             continue
         counts[name] += 1
-        request, answer = found
-        if isinstance(answer, Answer):
-            measured[name].answers[request.conversation_id] = answer.token_ids or []
-        on_answer()
+        request, outcome = found
+        if isinstance(outcome, Completion):
+            measured[name].completions[request.conversation_id] = outcome.token_ids or []
+        on_outcome()
     return measured
 
 
-def share_of_same(first: AnsweringMeasurement, second: AnsweringMeasurement) -> float:
-    """Share of the answers of `first` that are the same, token for token, in `second`."""
-    same = sum(second.answers.get(name) == tokens for name, tokens in first.answers.items())
-    return same / max(1, len(first.answers))
+def share_of_identical(first: ThroughputMeasurement, second: ThroughputMeasurement) -> float:
+    """
+    Compare the completions of two backends.
+
+    Args:
+        first, second ([`ThroughputMeasurement`]): of the same requests.
+
+    Returns:
+        `float`: the share of the completions of `first` that `second` has with the same tokens.
+    """
+    identical = sum(second.completions.get(name) == token_ids for name, token_ids in first.completions.items())
+    return identical / max(1, len(first.completions))
 
 
-def warm_up(engines: Mapping[str, LocalEngine], requests: Sequence[TurnRequest]) -> None:
-    """Answer a batch in a few tokens: the first passes of a process take longer than all later ones."""
-    for engine in engines.values():
-        short = LocalEngine(
-            engine.target, engine.tokenizer, Sampling(2), batch_size=engine.batch_size, refill=engine.refill
+def warm_up(backends: Mapping[str, LocalBackend], requests: Sequence[TurnRequest]) -> None:
+    """
+    Generate a batch of short completions, because the first passes of a process are slower than all later ones.
+
+    Args:
+        backends (`Mapping[str, LocalBackend]`): by name; they are not used themselves.
+        requests (`Sequence[TurnRequest]`): the first batch of them is used.
+    """
+    for backend in backends.values():
+        short = LocalBackend(
+            backend.target,
+            backend.tokenizer,
+            SamplingParameters(2),
+            batch_size=backend.batch_size,
+            continuous_batching=backend.continuous_batching,
         )
-        for _ in short.answers(RequestFeed(requests[: engine.batch_size])):
+        for _ in short.completions(RequestQueue(requests[: backend.batch_size])):
             pass
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

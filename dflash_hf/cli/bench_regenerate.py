@@ -1,4 +1,4 @@
-"""`dflash-hf bench regenerate`: the local engine beside plain padded batches."""
+"""The command `dflash-hf bench regenerate`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..regeneration.defaults import BATCH_SIZE
-from ..regeneration.requests import Sampling, TurnRequest
+from ..regeneration.requests import SamplingParameters, TurnRequest
 
 if TYPE_CHECKING:
-    from ..benchmarks.regeneration import AnsweringMeasurement
+    from ..benchmarks.regeneration import ThroughputMeasurement
+
+STATIC, CONTINUOUS = "static batches", "continuous batching"
 
 
 def regenerate(
     target: Annotated[str, typer.Option(help="Folder or Hub name of the target.")],
-    prompts: Annotated[Path, typer.Option(help="JSON lines with turns, prompt or messages.")],
-    limit: Annotated[int, typer.Option(help="Take so many prompts.", min=1)] = 256,
-    batch_size: Annotated[int, typer.Option(help="Answers under way at once, in both.", min=1)] = BATCH_SIZE,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = Sampling.max_new_tokens,
+    prompts: Annotated[Path, typer.Option(help="JSON-lines file with turns, prompt or messages.")],
+    limit: Annotated[int, typer.Option(help="Use this many prompts.", min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(help="Completions in progress, in both cases.", min=1)] = BATCH_SIZE,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum length of a completion in tokens.", min=1)
+    ] = SamplingParameters.max_new_tokens,
     dtype: Annotated[str, typer.Option(help="Of the target: auto, bfloat16, float16, float32.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write the numbers here, as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the numbers to this JSON file.")] = None,
 ) -> None:
-    """Answer the same prompts greedily by the local engine and by plain padded batches, in turns; print tokens/s."""
+    """Compare the throughput of continuous batching and of static batches on the same prompts, decoded greedily."""
     import torch
 
-    from ..benchmarks.regeneration import measure_answers, share_of_same, warm_up
+    from ..benchmarks.regeneration import measure_throughput, share_of_identical, warm_up
     from ..data.prompts import read_prompts
-    from ..regeneration.local import LocalEngine
+    from ..regeneration.local import LocalBackend
     from ..target.loading import load_target
 
     model, tokenizer = load_target(target, dtype)
@@ -41,21 +45,25 @@ def regenerate(
         for number, prompt in enumerate(read_prompts(prompts)[:limit])
     ]
     if not requests:
-        raise ValueError(f"{prompts} has no prompt. Write one JSON object a line.")
-    engines = {
-        name: LocalEngine(model, tokenizer, Sampling(max_new_tokens), batch_size=batch_size, refill=refill)
-        for name, refill in (("plain batches", False), ("engine", None))
+        raise ValueError(f"{prompts} has no prompt. Write one JSON object on each line.")
+    sampling = SamplingParameters(max_new_tokens)
+    backends = {
+        name: LocalBackend(model, tokenizer, sampling, batch_size=batch_size, continuous_batching=continuous)
+        for name, continuous in ((STATIC, False), (CONTINUOUS, None))
     }
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("warming up", total=2 * len(requests))
-        warm_up(engines, requests)
-        progress.update(task, description="answers")
-        measured = measure_answers(engines, requests, lambda: progress.advance(task))
-    plain, engine = measured["plain batches"], measured["engine"]
-    if not (plain.answers and engine.answers):
-        raise ValueError(f"No prompt of {prompts} could be answered; they may be longer than the target reads.")
+        task = progress.add_task("warm-up", total=2 * len(requests))
+        warm_up(backends, requests)
+        progress.update(task, description="completions")
+        measured = measure_throughput(backends, requests, lambda: progress.advance(task))
+    static, continuous = measured[STATIC], measured[CONTINUOUS]
+    if not (static.completions and continuous.completions):
+        raise ValueError(
+            f"No prompt of {prompts} has a completion. Prompts must be shorter than the target's longest sequence: "
+            "use shorter ones."
+        )
     _show(measured, f"{len(requests)} prompts, {model.device}, {str(model.dtype).removeprefix('torch.')}", console)
     if out is not None:
         record = {
@@ -66,8 +74,8 @@ def regenerate(
             "device": str(model.device),
             "dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "ratio": engine.tokens_per_s / plain.tokens_per_s,
-            "same_answers": share_of_same(plain, engine),
+            "ratio": continuous.tokens_per_s / static.tokens_per_s,
+            "identical_share": share_of_identical(static, continuous),
             **{
                 name: {"tokens": item.num_tokens, "seconds": item.seconds, "tokens_per_s": item.tokens_per_s}
                 for name, item in measured.items()
@@ -76,21 +84,21 @@ def regenerate(
         out.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
-def _show(measured: dict[str, AnsweringMeasurement], title: str, console: Console) -> None:
-    from ..benchmarks.regeneration import share_of_same
+def _show(measured: dict[str, ThroughputMeasurement], title: str, console: Console) -> None:
+    from ..benchmarks.regeneration import share_of_identical
 
-    plain = measured["plain batches"]
+    static = measured[STATIC]
     table = Table(title=title)
-    for heading in ("", "answers", "tokens", "seconds", "tokens/s", "ratio", "same answers"):
+    for heading in ("", "completions", "tokens", "seconds", "tokens/s", "ratio", "identical"):
         table.add_column(heading, justify="right" if heading else "left")
     for name, item in measured.items():
         table.add_row(
             name,
-            f"{len(item.answers):,}",
+            f"{len(item.completions):,}",
             f"{item.num_tokens:,}",
             f"{item.seconds:.1f}",
             f"{item.tokens_per_s:.1f}",
-            f"{item.tokens_per_s / plain.tokens_per_s:.2f}×",
-            f"{share_of_same(plain, item):.1%}",
+            f"{item.tokens_per_s / static.tokens_per_s:.2f}×",
+            f"{share_of_identical(static, item):.1%}",
         )
     console.print(table)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..regeneration.requests import Sampling
+from ..regeneration.requests import SamplingParameters
 
 if TYPE_CHECKING:
     import datasets
@@ -193,16 +193,16 @@ def _own_answers(
 ) -> datasets.Dataset:
     """Rows with the prompts of the bundled ones, answered by another target: made once, and kept."""
     from ..data.loading import load_rows
-    from ..regeneration.local import LocalEngine
+    from ..regeneration.local import LocalBackend
     from ..regeneration.run import RegenerationSettings, regenerate_rows
     from ..regeneration.shards import RowShards
 
-    sampling = Sampling()
+    sampling = SamplingParameters()
     settings = RegenerationSettings(str(model.name_or_path), sampling=sampling)
     prompts = bundled.take(min(ANSWERS_FOR_ANOTHER_TARGET, len(bundled))).select_columns("messages")
     console.print(f"The target answers {len(prompts)} questions to learn from …")
     with RowShards(folder, asdict(settings)) as shards:
-        steps = regenerate_rows(prompts, LocalEngine(model, tokenizer, sampling), shards, settings)
+        steps = regenerate_rows(prompts, LocalBackend(model, tokenizer, sampling), shards, settings)
         with closing(steps):
             for _ in track(steps, total=len(prompts), description="answering", console=console):
                 pass

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..regeneration.defaults import BATCH_SIZE, CONCURRENCY, FORMATS, ROWS_PER_SHARD, TIMEOUT_S
-from ..regeneration.requests import AnswerEngine, Sampling
+from ..regeneration.requests import GenerationBackend, SamplingParameters
 from .options import json_object
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def regenerate(
         typer.Option(help="Column that holds the prompt, a text or messages or texts.", rich_help_panel=PROMPTS),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Answer this many prompts, drawn at random.", rich_help_panel=PROMPTS)
+        int | None, typer.Option(help="Completion this many prompts, drawn at random.", rich_help_panel=PROMPTS)
     ] = None,
     system_prompt: Annotated[
         str | None, typer.Option(help="Begins each conversation, in place of its own.", rich_help_panel=PROMPTS)
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer in tokens.", rich_help_panel=ANSWERS)
-    ] = Sampling.max_new_tokens,
+    ] = SamplingParameters.max_new_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=ANSWERS)] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Above 0, at most 1.", rich_help_panel=ANSWERS)] = None,
     top_k: Annotated[int | None, typer.Option(help="0 is no limit.", rich_help_panel=ANSWERS)] = None,
@@ -67,7 +67,9 @@ def regenerate(
             help="Share of conversations with enable_thinking=true, the others having false.", rich_help_panel=ANSWERS
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.", rich_help_panel=ANSWERS)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the sample_tokens of prompts and of sampling.", rich_help_panel=ANSWERS)
+    ] = 0,
     dtype: Annotated[str, typer.Option(help="Of the target here: auto, bfloat16, float16, float32.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Answers written at a time here.")] = BATCH_SIZE,
     server: Annotated[
@@ -82,28 +84,28 @@ def regenerate(
 ) -> None:
     """Let the target answer prompts: rows to train a draft on. Run the same again after an interrupt: it goes on."""
     from ..data.loading import load_rows
-    from ..data.prompts import check_columns, draw_rows
-    from ..regeneration.local import LocalEngine
+    from ..data.prompts import check_columns, sample_rows
+    from ..regeneration.local import LocalBackend
     from ..regeneration.run import RegenerationSettings, regenerate_rows
-    from ..regeneration.server import ServerEngine
+    from ..regeneration.server import ServerBackend
     from ..regeneration.shards import FAILED, RowShards
     from ..target.demo import DEMO_TARGET, prepare_demo_target
     from ..target.loading import load_target, load_target_config
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+    sampling = SamplingParameters(max_new_tokens, temperature, top_p, top_k, seed)
     if own_sampling:
         if temperature or top_p is not None or top_k is not None:
             raise ValueError("--own-sampling takes temperature, top-p and top-k from the target: leave them out.")
-        sampling = Sampling(max_new_tokens, None, None, None, seed)
+        sampling = SamplingParameters(max_new_tokens, None, None, None, seed)
     template_kwargs = json_object("--chat-template-kwargs", chat_template_kwargs)
     rows = load_rows(prompts, prompts_config, prompts_split)
     check_columns(rows, prompt_column)
-    rows = draw_rows(rows, limit, seed)
+    rows = sample_rows(rows, limit, seed)
     console = Console()
 
-    engine: AnswerEngine | None = None
+    backend: GenerationBackend | None = None
     if server is not None:
-        engine = ServerEngine(
+        backend = ServerBackend(
             server,
             target,
             sampling,
@@ -111,20 +113,20 @@ def regenerate(
             timeout_s=timeout_s,
             requests_per_minute=requests_per_minute,
         )
-        name, revision = engine.check(), None
+        name, revision = backend.check(), None
     else:
         folder, name = target or str(prepare_demo_target()), target or DEMO_TARGET.name
         revision = getattr(load_target_config(folder), "_commit_hash", None)
     settings = RegenerationSettings(name, revision, sampling, system_prompt, template_kwargs, thinking_share)
     with RowShards(out, asdict(settings), file_format=file_format, rows_per_shard=rows_per_shard) as shards:
-        if engine is None:
+        if backend is None:
             model, tokenizer = load_target(folder, dtype)
-            engine = LocalEngine(model, tokenizer, sampling, batch_size=batch_size)
-        steps = regenerate_rows(rows, engine, shards, settings, column=prompt_column)
+            backend = LocalBackend(model, tokenizer, sampling, batch_size=batch_size)
+        steps = regenerate_rows(rows, backend, shards, settings, column=prompt_column)
         is_complete = _show(steps, len(rows), console)
     console.print(f"{shards.num_rows} rows in {out}.", highlight=False, soft_wrap=True)
-    if isinstance(engine, ServerEngine) and engine.retried:
-        kinds = ", ".join(f"{kind} ({count})" for kind, count in engine.retried.most_common(5))
+    if isinstance(backend, ServerBackend) and backend.retried:
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in backend.retried.most_common(5))
         console.print(f"Calls that were tried again: {kinds}.", highlight=False, soft_wrap=True)
     if (out / FAILED).is_file():
         console.print(f"What failed, and why: {out / FAILED}. The same command tries it again.", soft_wrap=True)

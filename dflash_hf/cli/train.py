@@ -178,7 +178,7 @@ def train(context: typer.Context) -> None:
     from ..data.prepared_folder import check_prepared, read_report
     from ..model.modeling_dflash import DFlashDraftModel
     from ..provenance import hub_id_or_folder
-    from ..regeneration.run import is_answered_by
+    from ..regeneration.run import are_completions_of
     from ..target.loading import load_target
     from ..training.trainer import DFlashTrainer
     from .training_run import describe_acceptance, run_training
@@ -213,7 +213,7 @@ def train(context: typer.Context) -> None:
                 part, pair.dataset, tokenizer, max_length=args.max_length, mask_token_id=draft.config.mask_token_id
             )
     if args.answers_by_target is None:
-        args.answers_by_target = is_answered_by(rows, pair.target, tokenizer)
+        args.answers_by_target = are_completions_of(rows, pair.target, tokenizer)
     if args.dataset_description is None:
         args.dataset_description = describe_rows(pair)
     trainer = DFlashTrainer(

@@ -101,7 +101,7 @@ def _message(entry: Any) -> dict[str, Any]:
     return dict(entry)
 
 
-def draw_rows(rows: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
+def sample_rows(rows: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
     """
     Draw rows at random; a larger limit takes the same rows and more.
 

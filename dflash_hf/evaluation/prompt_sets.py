@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 from ..data.loading import load_rows
-from ..data.prompts import Conversation, conversation_of_row, draw_rows
+from ..data.prompts import Conversation, conversation_of_row, sample_rows
 from ..files import digest
 
 MATHS = "{}\n\nReason step by step, and put the final answer in \\boxed{{}}."
@@ -167,7 +167,7 @@ def _prompt_set(
 ) -> PromptSet:
     if not len(rows):
         raise ValueError(f"The set {name!r} ({source}) has no prompt.")
-    numbers = draw_rows(datasets.Dataset.from_dict({"number": range(len(rows))}), limit, seed)["number"]
+    numbers = sample_rows(datasets.Dataset.from_dict({"number": range(len(rows))}), limit, seed)["number"]
     conversations = []
     for number in numbers:
         try:

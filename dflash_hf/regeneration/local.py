@@ -12,38 +12,44 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
-from .continuous_batching import SlotDecoder, why_not_slots
+from .continuous_batching import ContinuousBatcher, continuous_batching_obstacle
 from .defaults import BATCH_SIZE
-from .requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
-from .sampling import AnswerRules, DrawnToken, Draws, Prompt
+from .requests import Completion, Failure, RequestQueue, SamplingParameters, TurnRequest
+from .sampling import Prompt, RandomNumbers, SampledTokens, TokenSelection
+
+logger = logging.get_logger(__name__)
+
+WINDOW_BATCHES = 4  # this many batches of requests are read ahead and sorted by length
+# What a chat template raises itself, and what its expressions raise for messages of an unexpected form.
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
-class PaddedDecoder:
+class StaticBatcher:
     """
-    Decode batches of prompts by `target.generate`; a batch ends with its longest answer.
+    Decode batches of prompts by `target.generate`; each batch takes as long as its longest completion.
 
     Args:
         target (`PreTrainedModel`): in evaluation mode.
-        rules ([`AnswerRules`]): how tokens are chosen.
-        batch_size (`int`): prompts a batch.
+        selection ([`TokenSelection`]): selects the tokens.
+        batch_size (`int`): the number of prompts of a batch.
     """
 
-    is_idle = True  # between batches nothing is under way
+    is_idle = True  # no completion is in progress between two batches
 
-    def __init__(self, target: PreTrainedModel, rules: AnswerRules, batch_size: int) -> None:
-        self.target, self.rules = target, rules
-        # a processor that looks at the text would look at the padding, too
-        self.batch_size = 1 if rules.num_of_text else batch_size
+    def __init__(self, target: PreTrainedModel, selection: TokenSelection, batch_size: int) -> None:
+        self.target, self.selection = target, selection
+        # A processor that reads the tokens so far would read the padding, too.
+        self.batch_size = 1 if selection.num_prefix_processors else batch_size
 
     def advance(self, waiting: deque[Prompt]) -> list[tuple[Prompt, list[int]]]:
         """
-        Answer the next batch.
+        Decode the next batch.
 
         Args:
-            waiting (`deque[Prompt]`): prompts are taken from its left; neighbours should be about equally long.
+            waiting (`deque[Prompt]`): prompts are taken from its left; neighbours should have similar lengths.
 
         Returns:
-            `list[tuple[Prompt, list[int]]]`: the answers, with the token that ended them.
+            `list[tuple[Prompt, list[int]]]`: the completions, including their end tokens.
         """
         prompts = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
         try:
@@ -57,127 +63,126 @@ class PaddedDecoder:
 
     def _generate(self, prompts: list[Prompt]) -> list[tuple[Prompt, list[int]]]:
         longest = max(len(prompt.ids) for prompt in prompts)
-        numbers_of_padding = [longest - len(prompt.ids) for prompt in prompts]
+        padding_lengths = [longest - len(prompt.ids) for prompt in prompts]
         device = self.target.device
         input_ids = torch.tensor(
-            [[0] * padding + prompt.ids for padding, prompt in zip(numbers_of_padding, prompts, strict=True)],
+            [[0] * padding + prompt.ids for padding, prompt in zip(padding_lengths, prompts, strict=True)],
             device=device,
         )
-        mask = torch.arange(longest, device=device) >= torch.tensor(numbers_of_padding, device=device)[:, None]
-        options = dict(self.rules.options)
-        if self.rules.do_sample:
-            drawn = DrawnToken(self.rules.warpers, [Draws(prompt.seed) for prompt in prompts])
-            options |= {"do_sample": False, "logits_processor": LogitsProcessorList([drawn])}
-        generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
+        mask = torch.arange(longest, device=device) >= torch.tensor(padding_lengths, device=device)[:, None]
+        kwargs = dict(self.selection.generate_kwargs)
+        if self.selection.do_sample:
+            numbers = [RandomNumbers(prompt.seed) for prompt in prompts]
+            sampled = SampledTokens(self.selection.sampling_processors, numbers)
+            kwargs |= {"do_sample": False, "logits_processor": LogitsProcessorList([sampled])}
+        generate: Any = self.target.generate  # type checkers do not see this method of a mixin
         output = generate(
             input_ids,
             attention_mask=mask.long(),
             max_new_tokens=max(prompt.max_new_tokens for prompt in prompts),
-            **options,
+            **kwargs,
         )
         return [
-            (prompt, self._until_end(answer[: prompt.max_new_tokens]))
-            for prompt, answer in zip(prompts, output[:, longest:].tolist(), strict=True)
+            (prompt, self._up_to_end(token_ids[: prompt.max_new_tokens]))
+            for prompt, token_ids in zip(prompts, output[:, longest:].tolist(), strict=True)
         ]
 
-    def _until_end(self, answer: list[int]) -> list[int]:
-        ends = [index for index, token in enumerate(answer) if token in self.rules.end_ids]
-        return answer[: ends[0] + 1] if ends else answer
+    def _up_to_end(self, token_ids: list[int]) -> list[int]:
+        ends = [index for index, token in enumerate(token_ids) if token in self.selection.eos_token_ids]
+        return token_ids[: ends[0] + 1] if ends else token_ids
 
 
-logger = logging.get_logger(__name__)
-
-WINDOW_BATCHES = 4  # requests read ahead and sorted by length, in batches
-# what a chat template raises by itself, and what its expressions raise for messages of a form it does not expect
-TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
-
-
-class LocalEngine:
+class LocalBackend:
     """
-    Answer requests with a target of this process; an [`AnswerEngine`].
+    Generate completions with a target in this process; a [`GenerationBackend`].
 
-    Answers come as they end. In fp32 a greedy answer is the one that `target.generate` gives to the prompt alone, and
-    a sampled one depends on its own seed, not on batch or order; in 16 bits near-ties may fall otherwise in a batch.
+    Completions are yielded as they end. In fp32 a greedy completion equals that of `target.generate` for the prompt
+    alone, and a sampled one depends on its own seed only, not on the batch or the order. In 16-bit dtypes the batch
+    may decide between tokens of nearly equal logits.
 
     Args:
         target (`PreTrainedModel`):
-            The causal language model, on its device, in eval mode. It is not changed.
+            The causal language model, on its device and in evaluation mode. It is not changed.
         tokenizer (`PreTrainedTokenizerBase`):
-            Its tokenizer, with a chat template.
-        sampling ([`Sampling`]):
-            How answers are drawn.
+            The target's tokenizer, with a chat template.
+        sampling ([`SamplingParameters`]):
+            Parameters of all completions.
         batch_size (`int`, defaults to 64):
-            Answers under way at once. Halved when an accelerator runs out of memory.
-        refill (`bool`, *optional*):
-            Whether the place of an answer that ended is taken by the next prompt at once. `False`: batches of
-            `target.generate`, each as long as its longest answer. By default True for targets whose layers are all
-            attention, over the whole text or a window, with SDPA or eager attention.
+            The maximum number of completions in progress. It is halved when an accelerator runs out of memory.
+        continuous_batching (`bool`, *optional*):
+            Whether the next prompt takes the place of a completion as soon as that ends. False decodes batches by
+            `target.generate`, each of which takes as long as its longest completion. By default True for targets
+            whose layers all have full or sliding-window attention, with the SDPA or eager implementation.
 
     Raises:
         ValueError: the batch size is not positive; the tokenizer has no chat template; the target's generation config
-            asks for more than drawing tokens; or `refill=True` for a target that it is not possible for.
+            asks for more than greedy decoding or sampling; or `continuous_batching=True` is not possible.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
+        sampling: SamplingParameters,
         *,
         batch_size: int = BATCH_SIZE,
-        refill: bool | None = None,
+        continuous_batching: bool | None = None,
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1.")
+            raise ValueError(f"batch_size={batch_size} must be at least 1. Pass a larger number.")
         if not tokenizer.chat_template:
             raise ValueError(
-                f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so that messages cannot be rendered. "
-                "Set tokenizer.chat_template, or take the tokenizer of a chat model."
+                f"The tokenizer {tokenizer.name_or_path!r} has no chat template, which is needed to render messages. "
+                "Set tokenizer.chat_template, or use the tokenizer of a chat model."
             )
         self.target, self.tokenizer, self.sampling, self.batch_size = target, tokenizer, sampling, batch_size
-        self.rules = AnswerRules(target, tokenizer, sampling)
-        reason = why_not_slots(target, self.rules)
-        if refill and reason:
+        self.selection = TokenSelection(target, tokenizer, sampling)
+        obstacle = continuous_batching_obstacle(target, self.selection)
+        if continuous_batching and obstacle:
             raise ValueError(
-                f"refill=True, but the target {describe_target(target)} cannot have it: {reason}. Leave refill out."
+                f"continuous_batching=True is not possible for the target {describe_target(target)}, because "
+                f"{obstacle}. Leave the argument out."
             )
-        if refill is None and reason:
+        if continuous_batching is None and obstacle:
             logger.warning(
-                f"The target {describe_target(target)} answers in batches that each last as long as their longest "
-                f"answer: {reason}."
+                f"The target {describe_target(target)} is decoded in static batches, each of which takes as long as "
+                f"its longest completion, because {obstacle}."
             )
-        self.refill = reason is None if refill is None else refill
+        self.continuous_batching = obstacle is None if continuous_batching is None else continuous_batching
         self.max_length: int | None = getattr(
             target.config.get_text_config(decoder=True), "max_position_embeddings", None
         )
 
-    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
+    def completions(self, requests: RequestQueue) -> Generator[tuple[TurnRequest, Completion | Failure]]:
         """
-        Answer requests as they end, until the feed is empty; see [`AnswerEngine.answers`].
+        Yield the outcome of every request; see [`GenerationBackend.completions`].
+
+        Args:
+            requests ([`RequestQueue`]): read ahead by a few batches, which are sorted by length.
 
         Yields:
-            `tuple[TurnRequest, Answer | Failure]`: a request whose prompt cannot be rendered, or leaves no room for an
-            answer, fails by itself.
+            `tuple[TurnRequest, Completion | Failure]`: a request fails if its prompt cannot be rendered or leaves no
+            room for a completion.
         """
-        kind = SlotDecoder if self.refill else PaddedDecoder
-        decoder = kind(self.target, self.rules, self.batch_size)
-        requests: dict[int, TurnRequest] = {}  # by identity of the prompt
+        kind = ContinuousBatcher if self.continuous_batching else StaticBatcher
+        batcher = kind(self.target, self.selection, self.batch_size)
+        request_of: dict[int, TurnRequest] = {}  # by the identity of the prompt
         waiting: deque[Prompt] = deque()
         while True:
             if not waiting:
                 read: list[Prompt] = []
-                while len(read) < WINDOW_BATCHES * self.batch_size and (request := feed.take()) is not None:
+                while len(read) < WINDOW_BATCHES * self.batch_size and (request := requests.take()) is not None:
                     prompt = self._prompt(request)
                     if isinstance(prompt, Failure):
                         yield request, prompt
                     else:
                         read.append(prompt)
-                        requests[id(prompt)] = request
+                        request_of[id(prompt)] = request
                 waiting.extend(sorted(read, key=lambda prompt: len(prompt.ids), reverse=True))
-            if not waiting and decoder.is_idle:
+            if not waiting and batcher.is_idle:
                 return
-            for prompt, token_ids in decoder.advance(waiting):
-                yield requests.pop(id(prompt)), self._answer(prompt, token_ids)
+            for prompt, token_ids in batcher.advance(waiting):
+                yield request_of.pop(id(prompt)), self._completion(prompt, token_ids)
 
     def _prompt(self, request: TurnRequest) -> Prompt | Failure:
         try:
@@ -197,23 +202,23 @@ class LocalEngine:
             room = min(room, self.max_length - len(ids))
         if not ids or room < 1:
             return Failure(
-                f"The prompt has {len(ids)} tokens; the target reads at least one, and prompt and answer together may "
-                f"have {self.max_length}."
+                f"The prompt has {len(ids)} tokens. It must have at least one, and together with its completion at "
+                f"most {self.max_length}."
             )
         return Prompt(ids, room, request.seed(self.sampling.seed))
 
-    def _answer(self, prompt: Prompt, token_ids: list[int]) -> Answer:
+    def _completion(self, prompt: Prompt, token_ids: list[int]) -> Completion:
         """
-        The answer as a message.
+        Make the assistant's message.
 
-        Special tokens inside the text stay in it (calls of tools are written with them), so that the template gives
-        the same tokens when the conversation is rendered again.
+        Special tokens within the text are kept, because tool calls are written with them, and because the template
+        then gives the same tokens when the conversation is rendered again.
         """
-        has_end = token_ids[-1] in self.rules.end_ids
-        text = self.tokenizer.decode(token_ids[:-1] if has_end else token_ids, clean_up_tokenization_spaces=False)
-        return Answer(
+        is_at_end = token_ids[-1] in self.selection.eos_token_ids
+        text = self.tokenizer.decode(token_ids[:-1] if is_at_end else token_ids, clean_up_tokenization_spaces=False)
+        return Completion(
             {"role": "assistant", "content": text},
-            "stop" if has_end else "length",
+            "stop" if is_at_end else "length",
             prompt_ids=prompt.ids,
             token_ids=token_ids,
         )

@@ -1,4 +1,4 @@
-"""What a target is asked to answer, and what comes back: the meeting point of prompts and engines."""
+"""Requests for completions, and the completions: the interface between prompts and generation backends."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..files import digest_number
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParameters:
     """
-    How answers are drawn.
+    Parameters with which completions are generated.
 
     Args:
         max_new_tokens (`int`, defaults to 256):
-            Longest answer, in tokens.
+            The maximum number of tokens of a completion.
         temperature (`float`, *optional*, defaults to 0.0):
-            0 is greedy. None leaves it to the target's own generation config (on a server: to the server).
+            0 is greedy. None uses the target's own generation config, or the server's default.
         top_p (`float`, *optional*):
-            In (0, 1]. None leaves it to the target's own generation config.
+            In (0, 1]. None uses the target's own generation config, or the server's default.
         top_k (`int`, *optional*):
-            0 is no limit. None leaves it to the target's own generation config.
+            0 is no limit. None uses the target's own generation config, or the server's default.
         seed (`int`, defaults to 0):
-            Of the run; every turn of every conversation draws from a seed of its own.
+            The seed of the run, from which every completion derives a seed of its own.
 
     Raises:
         ValueError: a value is out of its range.
@@ -39,26 +39,28 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1. Pass a larger number.")
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive.")
+            raise ValueError(
+                f"temperature={self.temperature} must be a finite number of at least 0. Pass 0 for greedy decoding."
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1.")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1. Pass 1 for no limit.")
         if self.top_k is not None and self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be 0 (no limit) or positive.")
+            raise ValueError(f"top_k={self.top_k} must be at least 0. Pass 0 for no limit.")
 
 
 @dataclass(frozen=True)
 class TurnRequest:
     """
-    One answer that the target is asked for.
+    A request for one completion, which is one assistant turn of a conversation.
 
     Args:
-        conversation_id (`str`): of the conversation that the answer belongs to.
-        messages (`list[dict]`): the conversation so far; the last message is not the assistant's.
-        turn (`int`, defaults to 0): number of the answer within its conversation.
-        tools (`list[dict]`, *optional*): reach the chat template.
-        chat_template_kwargs (`Mapping`): reach the chat template.
+        conversation_id (`str`): the conversation that the turn belongs to.
+        messages (`list[dict]`): the conversation so far; its last message is not the assistant's.
+        turn (`int`, defaults to 0): the index of the assistant turn within its conversation.
+        tools (`list[dict]`, *optional*): passed to the chat template.
+        chat_template_kwargs (`Mapping`): passed to the chat template.
     """
 
     conversation_id: str
@@ -68,28 +70,36 @@ class TurnRequest:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def seed(self, seed: int) -> int:
-        """A seed (32 bits) of this answer alone, made of the run's: the same in any order, batch and rerun."""
-        text = f"{seed} {self.turn} {self.conversation_id}"
-        return digest_number(text, size=4)
+        """
+        Derive the seed of this completion, which does not depend on the order, the batch or the number of runs.
+
+        Args:
+            seed (`int`): the seed of the run.
+
+        Returns:
+            `int` of 32 bits.
+        """
+        return digest_number(f"{seed} {self.turn} {self.conversation_id}", size=4)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """
-    What the target wrote.
+    The target's answer to a [`TurnRequest`].
 
     Args:
         message (`dict`):
-            The assistant's message: `role`, `content`, and what else a server tells apart (`reasoning_content`,
-            `tool_calls`). Without the token that ends the turn.
+            The assistant's message with `role` and `content`, without the token that ends the turn. A server may add
+            `reasoning_content` and `tool_calls`.
         finish_reason (`str`):
-            `"stop"`: the answer ended by itself (`"tool_calls"` of a server counts as this). `"length"`: it was cut.
+            `"stop"` if the target ended its turn (a server's `"tool_calls"` counts as this), `"length"` if the
+            completion was truncated.
         prompt_ids (`list[int]`, *optional*):
-            What the target read, as it was rendered and tokenised. None if a server does not tell.
+            Token ids of the rendered prompt. None if a server does not return them.
         token_ids (`list[int]`, *optional*):
-            What the target wrote, the token that ends the turn included. None if a server does not tell.
+            Token ids of the completion, including the one that ends the turn. None if a server does not return them.
         num_tokens (`int`, *optional*):
-            How many tokens the target wrote, where a server tells the number alone.
+            The number of tokens, for servers that return only the number.
     """
 
     message: dict[str, Any]
@@ -101,14 +111,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """An answer that could not be had, and why (one line)."""
+    """
+    The outcome of a request that has no completion.
+
+    Args:
+        reason (`str`): one line.
+    """
 
     reason: str
 
 
-class RequestFeed:
+class RequestQueue:
     """
-    Requests that no engine has taken yet. What is put back (the next turn of a conversation) is taken first.
+    The requests that no backend has taken yet.
 
     Args:
         requests (`Iterable[TurnRequest]`): read only as far as requests are taken.
@@ -116,25 +131,38 @@ class RequestFeed:
 
     def __init__(self, requests: Iterable[TurnRequest]) -> None:
         self._requests = iter(requests)
-        self._put_back: deque[TurnRequest] = deque()
+        self._follow_ups: deque[TurnRequest] = deque()
 
     def put(self, request: TurnRequest) -> None:
-        """Add a request, to be taken before all that have not been read."""
-        self._put_back.append(request)
+        """
+        Add a follow-up request, such as the next turn of a conversation.
+
+        Args:
+            request ([`TurnRequest`]): it is taken before every request that has not been read yet.
+        """
+        self._follow_ups.append(request)
 
     def take(self) -> TurnRequest | None:
-        """The next request, or None: at present there is no further one."""
-        return self._put_back.popleft() if self._put_back else next(self._requests, None)
-
-
-class AnswerEngine(Protocol):
-    """Whatever answers: transformers in this process, or a server."""
-
-    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
         """
-        Answer requests in any order, until the feed is empty and every answer has been yielded.
+        Take the next request.
 
-        The caller may put further requests into the feed before it asks for the next answer: look into the feed again
-        after every yield. Closing the iterator abandons what is under way.
+        Returns:
+            [`TurnRequest`], or None if there is none at present; a follow-up may still be added.
+        """
+        return self._follow_ups.popleft() if self._follow_ups else next(self._requests, None)
+
+
+class GenerationBackend(Protocol):
+    """Anything that turns requests into completions: transformers in this process, or a server."""
+
+    def completions(self, requests: RequestQueue) -> Generator[tuple[TurnRequest, Completion | Failure]]:
+        """
+        Yield the outcome of every request, in any order, until the queue is empty and nothing is in progress.
+
+        The caller may add requests to the queue before it asks for the next outcome, so an implementation must look
+        into the queue again after every yield. Closing the generator abandons the requests in progress.
+
+        Args:
+            requests ([`RequestQueue`]): every request that is taken from it is yielded exactly once.
         """
         ...

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..data.prompts import Conversation, conversation_of_row
 from ..files import digest_number
 from ..provenance import target_label
-from .requests import Answer, AnswerEngine, Failure, RequestFeed, Sampling, TurnRequest
+from .requests import Completion, Failure, GenerationBackend, RequestQueue, SamplingParameters, TurnRequest
 from .shards import RowShards
 
 logger = logging.get_logger(__name__)
@@ -30,7 +30,7 @@ class RegenerationSettings:
             Hub name or folder of the target, or its name on the server.
         target_revision (`str`, *optional*):
             Commit of the Hub.
-        sampling ([`Sampling`]):
+        sampling ([`SamplingParameters`]):
             How answers are drawn.
         system_prompt (`str`, *optional*):
             Begins each conversation, in place of its own.
@@ -46,7 +46,7 @@ class RegenerationSettings:
 
     target: str
     target_revision: str | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
     system_prompt: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     thinking_share: float | None = None
@@ -92,7 +92,7 @@ class RegenerationProgress:
         return self.num_done + self.num_repeated + self.num_answered + self.num_failed
 
 
-def is_answered_by(rows: datasets.Dataset, target: str, tokenizer: PreTrainedTokenizerBase) -> bool | None:
+def are_completions_of(rows: datasets.Dataset, target: str, tokenizer: PreTrainedTokenizerBase) -> bool | None:
     """
     Whether rows of [`regenerate_rows`] are a target's own answers.
 
@@ -138,22 +138,22 @@ class _Open:
 
 def regenerate_rows(
     prompts: Iterable[Mapping[str, Any]],
-    engine: AnswerEngine,
+    backend: GenerationBackend,
     shards: RowShards,
     settings: RegenerationSettings,
     *,
     column: str | None = None,
 ) -> Generator[RegenerationProgress]:
     """
-    Answer every prompt that the folder does not hold yet, turn by turn.
+    Completion every prompt that the folder does not hold yet, turn by turn.
 
     A conversation ends early at an answer that was cut (`finish_reason == "length"`): what a user says next answers
     to something else. A prompt that cannot be read or answered goes into the file of failures, and the run goes on.
 
     Args:
         prompts (`Iterable[Mapping]`):
-            Rows as [`conversation_of_row`] takes them; read only as far as the engine asks.
-        engine ([`AnswerEngine`]):
+            Rows as [`conversation_of_row`] takes them; read only as far as the backend asks.
+        backend ([`GenerationBackend`]):
             Answers them.
         shards ([`RowShards`]):
             Entered; takes the rows.
@@ -166,7 +166,7 @@ def regenerate_rows(
         [`RegenerationProgress`]: the same object, after every answer and failure. Closing the iterator abandons what
         is under way; what was added to the shards stays.
     """
-    return _Regeneration(prompts, shards, settings, column).run(engine)
+    return _Regeneration(prompts, shards, settings, column).run(backend)
 
 
 class _Regeneration:
@@ -181,9 +181,9 @@ class _Regeneration:
         self.progress = RegenerationProgress()
         self.open: dict[str, _Open] = {}
 
-    def run(self, engine: AnswerEngine) -> Generator[RegenerationProgress]:
-        feed = RequestFeed(self._first_turns())
-        with closing(engine.answers(feed)) as answers:
+    def run(self, backend: GenerationBackend) -> Generator[RegenerationProgress]:
+        feed = RequestQueue(self._first_turns())
+        with closing(backend.completions(feed)) as answers:
             for request, answer in answers:
                 self._take(feed, request, answer)
                 yield self.progress
@@ -218,7 +218,7 @@ class _Regeneration:
             self.settings.template_kwargs(identity),
         )
 
-    def _take(self, feed: RequestFeed, request: TurnRequest, answer: Answer | Failure) -> None:
+    def _take(self, feed: RequestQueue, request: TurnRequest, answer: Completion | Failure) -> None:
         identity = request.conversation_id
         state = self.open[identity]
         if isinstance(answer, Failure):

@@ -1,4 +1,9 @@
-"""How the next token of an answer is chosen: transformers' own rules, and draws that no other answer changes."""
+"""
+Selection of the next token of a completion.
+
+Logits processors and end tokens are those that `target.generate` would use. Sampling takes its random numbers from one
+generator per completion, so that a completion does not depend on the other sequences of its batch.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +18,18 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 
 from ..decoding.logits_processing import PREFIX_FREE, ROW_NUMBERED, STATEFUL
 from ..model.configuration_dflash import describe_target
-from .requests import Sampling
+from .requests import SamplingParameters
 
 
 @dataclass(frozen=True)
 class Prompt:
     """
-    A text that the target goes on with.
+    A tokenised prompt.
 
     Args:
         ids (`list[int]`): its tokens, at least one.
-        max_new_tokens (`int`): longest answer.
-        seed (`int`): of the answer's draws.
+        max_new_tokens (`int`): the maximum length of its completion.
+        seed (`int`): for the random numbers of its completion.
     """
 
     ids: list[int]
@@ -32,9 +37,9 @@ class Prompt:
     seed: int
 
 
-class Draws:
+class RandomNumbers:
     """
-    The random numbers of one answer, one a token.
+    Generate the random numbers of one completion, one for each token.
 
     Args:
         seed (`int`): the same seed gives the same numbers on every device.
@@ -44,70 +49,100 @@ class Draws:
         self._random = random.Random(seed)
 
     def next(self) -> float:
-        """A number in [0, 1), a multiple of 2⁻³²: its product with a sum of probabilities stays below the sum."""
+        """
+        Return the next number.
+
+        Returns:
+            `float` in [0, 1). It is a multiple of 2⁻³², so that its product with a sum of probabilities stays below
+            the sum.
+        """
         return self._random.getrandbits(32) / 2**32
 
 
-class AnswerRules:
+class TokenSelection:
     """
-    The rules of `target.generate` for a given sampling.
+    The logits processors and end tokens that `target.generate` uses with given sampling parameters.
+
+    A processor that reads the tokens so far, and every processor before it, must run on one sequence at a time; these
+    are the prefix processors. All later processors run on the whole batch.
 
     Args:
-        target (`PreTrainedModel`): its generation config is read at construction.
-        tokenizer (`PreTrainedTokenizerBase`): names the end and padding tokens that the target does not name.
-        sampling ([`Sampling`]): of the run.
+        target (`PreTrainedModel`): its generation config is read once, here.
+        tokenizer (`PreTrainedTokenizerBase`): supplies the end and padding tokens that the target does not define.
+        sampling ([`SamplingParameters`]): of the run.
+
+    Attributes:
+        generate_kwargs (`dict`): arguments of `target.generate` for these sampling parameters.
+        do_sample (`bool`): whether tokens are sampled; otherwise decoding is greedy.
+        eos_token_ids (`list[int]`): the tokens that end a completion.
+        is_stateful (`bool`): whether a processor keeps a state from token to token, or depends on the batch index.
+        num_prefix_processors (`int`): the number of prefix processors.
+        processors (`LogitsProcessorList`): those after the prefix processors.
+        sampling_processors (`LogitsProcessorList`): those that sampling adds to the ones of greedy decoding.
 
     Raises:
-        ValueError: the target's generation config asks for beams, or for an end that is neither a token nor a length;
-            or no token ends an answer.
+        ValueError: the target's generation config asks for beam search or for a stopping criterion other than an end
+            token or a length.
     """
 
-    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
+    def __init__(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParameters
+    ) -> None:
         self.target = target
         config: Any = target.generation_config
-        self.options: dict[str, Any] = {"num_return_sequences": 1, "return_dict_in_generate": False}
+        self.generate_kwargs: dict[str, Any] = {"num_return_sequences": 1, "return_dict_in_generate": False}
         if sampling.temperature is not None:
-            self.options |= {"do_sample": sampling.temperature > 0, "num_beams": 1}
+            self.generate_kwargs |= {"do_sample": sampling.temperature > 0, "num_beams": 1}
         if sampling.temperature:
-            self.options["temperature"] = sampling.temperature
+            self.generate_kwargs["temperature"] = sampling.temperature
         if sampling.temperature != 0:
-            self.options |= {
+            self.generate_kwargs |= {
                 name: getattr(sampling, name) for name in ("top_p", "top_k") if getattr(sampling, name) is not None
             }
         for name in ("eos_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
-                self.options[name] = getattr(tokenizer, name)
+                self.generate_kwargs[name] = getattr(tokenizer, name)
         prepared = self._prepare([0], sampling.max_new_tokens)
         self.do_sample = prepared["mode"] == GenerationMode.SAMPLE
-        self.end_ids = prepared["end_ids"]
-        if self.options.get("pad_token_id", 0) is None:
-            self.options["pad_token_id"] = next(iter(self.end_ids), 0)
-        unknown = prepared["other_criteria"]
-        if unknown or prepared["mode"] not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        self.eos_token_ids = prepared["eos_token_ids"]
+        if self.generate_kwargs.get("pad_token_id", 0) is None:
+            self.generate_kwargs["pad_token_id"] = next(iter(self.eos_token_ids), 0)
+        unsupported = prepared["other_criteria"]
+        if unsupported or prepared["mode"] not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
             raise ValueError(
                 f"The generation config of the target {describe_target(target)} asks for "
-                f"{', '.join([prepared['mode'].value, *unknown])}; answers are drawn token by token and end with an "
-                "end token or a length. Unset that in target.generation_config, or pass a temperature (0 is greedy)."
+                f"{', '.join([prepared['mode'].value, *unsupported])}. Completions are decoded greedily or by "
+                "sampling, and end with an end token or a length. Unset the others in target.generation_config, or "
+                "pass a temperature (0 is greedy)."
             )
         processors = prepared["processors"]
-        self.tells_rows_apart = any(isinstance(processor, (*STATEFUL, *ROW_NUMBERED)) for processor in processors)
-        of_text = [index for index, processor in enumerate(processors) if type(processor) not in PREFIX_FREE]
-        self.num_of_text = max(of_text, default=-1) + 1
-        self.of_scores = LogitsProcessorList(processors[self.num_of_text :])
+        self.is_stateful = any(isinstance(processor, (*STATEFUL, *ROW_NUMBERED)) for processor in processors)
+        reading = [index for index, processor in enumerate(processors) if type(processor) not in PREFIX_FREE]
+        self.num_prefix_processors = max(reading, default=-1) + 1
+        self.processors = LogitsProcessorList(processors[self.num_prefix_processors :])
         num_greedy = len(self._prepare([0], sampling.max_new_tokens, do_sample=False)["processors"])
-        self.warpers = LogitsProcessorList(processors[num_greedy:])
+        self.sampling_processors = LogitsProcessorList(processors[num_greedy:])
 
-    def of_text(self, prompt: Prompt) -> LogitsProcessorList:
-        """Logits processors that look at the text, or come before one that does; they may depend on the prompt."""
-        if not self.num_of_text:
+    def prefix_processors(self, prompt: Prompt) -> LogitsProcessorList:
+        """
+        Make the prefix processors of one sequence; they may depend on its prompt.
+
+        Args:
+            prompt ([`Prompt`]): of the sequence.
+
+        Returns:
+            `LogitsProcessorList`
+        """
+        if not self.num_prefix_processors:
             return LogitsProcessorList()
-        return LogitsProcessorList(self._prepare(prompt.ids, prompt.max_new_tokens)["processors"][: self.num_of_text])
+        prepared = self._prepare(prompt.ids, prompt.max_new_tokens)
+        return LogitsProcessorList(prepared["processors"][: self.num_prefix_processors])
 
-    def _prepare(self, ids: list[int], max_new_tokens: int, **options: Any) -> dict[str, Any]:
-        """What `generate` would decode this prompt with."""
+    def _prepare(self, ids: list[int], max_new_tokens: int, **kwargs: Any) -> dict[str, Any]:
+        """Run the preparation of `generate` for a prompt, and return what it would decode with."""
         prepared: dict[str, Any] = {}
 
-        def keep(
+        def record(
             model: Any,
             input_ids: torch.Tensor,
             logits_processor: LogitsProcessorList,
@@ -118,37 +153,38 @@ class AnswerRules:
             criteria = [item for item in stopping_criteria if not isinstance(item, MaxLengthCriteria)]
             ends = [item for item in criteria if isinstance(item, EosTokenCriteria)]
             prepared["processors"] = logits_processor
-            prepared["end_ids"] = sorted({int(token) for item in ends for token in item.eos_token_id.flatten()})
+            prepared["eos_token_ids"] = sorted({int(token) for item in ends for token in item.eos_token_id.flatten()})
             prepared["other_criteria"] = [type(item).__name__ for item in criteria if item not in ends]
             prepared["mode"] = generation_config.get_generation_mode()
             return input_ids
 
-        generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
+        generate: Any = self.target.generate  # type checkers do not see this method of a mixin
         input_ids = torch.tensor([ids], device=self.target.device)
         generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            custom_generate=keep,
+            custom_generate=record,
             max_new_tokens=max_new_tokens,
-            **self.options | options,
+            **self.generate_kwargs | kwargs,
         )
         return prepared
 
 
-def draw(scores: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+def sample_tokens(scores: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     """
-    Draw a token for each row: the one at which the summed probabilities first exceed the row's number.
+    Sample a token for each sequence by inversion: the first token at which the cumulative probability exceeds the
+    sequence's number.
 
     Args:
-        scores (`torch.FloatTensor` of shape `[rows, vocabulary]`): processed logits.
-        numbers (`Sequence[float]`): one a row, in [0, 1).
+        scores (`torch.FloatTensor` of shape `[batch, vocabulary]`): processed logits.
+        numbers (`Sequence[float]`): one for each sequence, in [0, 1).
 
     Returns:
-        `torch.LongTensor` of shape `[rows]`.
+        `torch.LongTensor` of shape `[batch]`.
 
     Example:
         >>> import torch
-        >>> draw(torch.tensor([[0.5, 0.25, 0.25]] * 3).log(), [0.0, 0.5, 0.75]).tolist()
+        >>> sample_tokens(torch.tensor([[0.5, 0.25, 0.25]] * 3).log(), [0.0, 0.5, 0.75]).tolist()
         [0, 1, 2]
     """
     sums = scores.softmax(dim=-1, dtype=torch.float32).double().cumsum(dim=-1)
@@ -156,19 +192,20 @@ def draw(scores: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     return torch.searchsorted(sums, points, right=True)[:, 0]
 
 
-class DrawnToken(LogitsProcessor):
+class SampledTokens(LogitsProcessor):
     """
-    Make greedy generation choose drawn tokens, so that every row of a batch draws from its own numbers.
+    Make greedy generation return sampled tokens, so that every sequence of a batch uses its own random numbers.
 
     Args:
-        warpers (`LogitsProcessorList`): what sampling applies to the scores beyond what greedy generation does.
-        draws (`Sequence[Draws]`): one a row.
+        processors (`LogitsProcessorList`): those that sampling adds to the ones of greedy decoding.
+        numbers (`Sequence[RandomNumbers]`): one for each sequence.
     """
 
-    def __init__(self, warpers: LogitsProcessorList, draws: Sequence[Draws]) -> None:
-        self.warpers, self.draws = warpers, draws
+    def __init__(self, processors: LogitsProcessorList, numbers: Sequence[RandomNumbers]) -> None:
+        self.processors, self.numbers = processors, numbers
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        tokens = draw(self.warpers(input_ids, scores), [draws.next() for draws in self.draws])
+        tokens = sample_tokens(self.processors(input_ids, scores), [numbers.next() for numbers in self.numbers])
         chosen = torch.full_like(scores, float("-inf"))
-        return chosen.scatter_(1, tokens[:, None], 0.0)  # type: ignore[return-value]  # a FloatTensor it is
+        # The stub's return type is narrower than the runtime type.
+        return chosen.scatter_(1, tokens[:, None], 0.0)  # type: ignore[return-value]

@@ -1,4 +1,14 @@
-"""Answers of an OpenAI-compatible chat server: vLLM, SGLang, `transformers serve` and their like."""
+"""
+The server generation backend: completions by an OpenAI-compatible chat server.
+
+Retries are done here and not by the client of `openai` (`max_retries`, seen in 3.57), because the client does not
+
+- retry a response of status 200 without a usable completion (half a JSON document, no choice, null content, an
+  aborted generation); a second loop around the client's would multiply the tries,
+- share a `Retry-After` or a rate limit between requests: each request waits alone, and its retries pass no limit,
+- obey a `Retry-After` of more than two minutes, nor retry the status 425,
+- let its first wait be set, or tell how often and why it retried.
+"""
 
 from __future__ import annotations
 
@@ -17,69 +27,69 @@ from urllib.parse import urlsplit, urlunsplit
 from transformers.utils import logging
 
 from .defaults import CONCURRENCY, TIMEOUT_S
-from .requests import Answer, Failure, RequestFeed, Sampling, TurnRequest
+from .requests import Completion, Failure, RequestQueue, SamplingParameters, TurnRequest
 from .server_calls import (
     BackgroundLoop,
-    NoAnswer,
-    Pace,
-    pause_asked_for,
-    read_answer,
+    RateLimiter,
+    RequestError,
+    error_message,
+    read_completion,
     request_body,
-    words_of,
+    retry_after_s,
 )
 
 logger = logging.get_logger(__name__)
 
-GIVE_UP_AFTER = 8  # failures without an answer between them
-LONGEST_WAIT_S = 30.0  # between two tries, unless the server asks for more
-CHECK_TIMEOUT_S = 30.0  # a list of models takes no generation
-REFUSES_KEY = (401, 402)
-NOT_SERVED = (404, 405)
-WORTH_ANOTHER_TRY = (408, 409, 425, 429)  # and everything from 500 on
+MAX_CONSECUTIVE_FAILURES = 8
+MAX_WAIT_S = 30.0  # between two tries, unless the server asks for more
+LIST_TIMEOUT_S = 30.0  # the list of models needs no generation
+REFUSED_KEY_STATUS = (401, 402)
+NOT_FOUND_STATUS = (404, 405)
+RETRIED_STATUS = (408, 409, 425, 429)  # in addition to all from 500 on
 
-_Outcome = tuple[TurnRequest, Answer | Failure, bool]
+_Outcome = tuple[TurnRequest, Completion | Failure, bool]
 
 
-class ServerEngine:
+class ServerBackend:
     """
-    Answers from an OpenAI-compatible chat server, many at a time.
+    Generate completions with an OpenAI-compatible chat server, many at a time; a [`GenerationBackend`].
 
-    A call that fails in passing (no connection, a time-out, 408, 409, 425, 429, 5xx, a response without a usable
-    answer) is repeated after a wait that doubles each time; `Retry-After` holds back all calls. An answer that cannot
-    be had becomes a `Failure`. What no prompt can get around stops the run with one error. Failures are only reported
-    once an answer has come after them, or at the end, so that such an error finds nothing written off.
+    A request that fails temporarily (no connection, a timeout, status 408, 409, 425, 429 or 5xx, a response without a
+    usable completion) is retried with exponential backoff. A `Retry-After` delays all requests. A request without a
+    completion becomes a `Failure`. A fault that no request can succeed with stops the run with one error; to report
+    nothing as failed in that case, failures are yielded only after a later completion or at the end.
 
-    vLLM and SGLang tell token ids. `transformers serve` does not and takes no `top_k`; it samples only where the
-    target's generation config says `do_sample`, and with `--continuous-batching` (much the faster) all its life long
-    as the first request asked.
+    vLLM and SGLang return token ids. `transformers serve` returns none and takes no `top_k`. It samples only if the
+    target's generation config has `do_sample`. With `--continuous-batching`, which is much faster, it keeps the
+    sampling parameters of its first request.
 
     Args:
         url (`str`):
-            Root of the server, with or without `/v1`. The environment's proxies hold (`HTTPS_PROXY`, `NO_PROXY`),
-            except for loopback addresses.
+            Root of the server, with or without `/v1`. The proxies of the environment are used (`HTTPS_PROXY`,
+            `NO_PROXY`), except for loopback addresses.
         model (`str`, *optional*):
-            Name under which the server has the target. None takes the only one it lists.
-        sampling (`Sampling`):
-            How answers are drawn. What is None there is left to the server.
+            The target's name on the server. None uses the only model that the server lists.
+        sampling ([`SamplingParameters`]):
+            Parameters of all completions. Those that are None are left to the server.
         concurrency (`int`, defaults to 32):
-            Calls under way at a time.
+            The maximum number of requests in progress.
         timeout_s (`float`, defaults to 600):
-            Seconds for one call, waiting in the server's queue included.
+            The maximum seconds of one try, including the wait in the server's queue.
         max_retries (`int`, defaults to 8):
-            Further tries of a call; with `first_wait_s=0.5` they span one to two minutes.
+            The maximum number of retries of a request; with `first_wait_s=0.5` they span one to two minutes.
         first_wait_s (`float`, defaults to 0.5):
-            Longest wait before the second try. It doubles with every further one, up to 30 s; the wait that is taken
-            is drawn between half of it and all of it.
+            The maximum wait before the first retry, in seconds. It doubles with every further one, up to 30 s. The
+            actual wait is random, between half of it and all of it.
         requests_per_minute (`float`, *optional*):
-            Calls that may start, tries included, spread evenly.
+            The maximum number of tries that start in a minute, spread evenly.
         api_key (`str`, *optional*):
-            None takes `OPENAI_API_KEY`; a server without keys is sent a placeholder.
+            None uses `OPENAI_API_KEY`, or a placeholder for servers without keys.
 
     Attributes:
-        retried (`Counter`): how often which reason had a call repeated.
+        retried (`Counter`): the number of retries by reason.
 
     Raises:
-        ImportError: the `openai` package is missing.
+        ImportError: the `openai` package is not installed.
         ValueError: an argument is out of its range.
     """
 
@@ -87,7 +97,7 @@ class ServerEngine:
         self,
         url: str,
         model: str | None,
-        sampling: Sampling,
+        sampling: SamplingParameters,
         *,
         concurrency: int = CONCURRENCY,
         timeout_s: float = TIMEOUT_S,
@@ -100,38 +110,40 @@ class ServerEngine:
             import openai
         except ImportError as error:
             raise ImportError(
-                "Asking a server needs the openai package, which is not installed: pip install 'dflash-hf[server]'."
+                "Requests to a server need the openai package, which is not installed: pip install "
+                "'dflash-hf[server]'."
             ) from error
         if concurrency < 1 or max_retries < 0 or not timeout_s > 0 or first_wait_s < 0:
             raise ValueError(
                 f"concurrency={concurrency}, max_retries={max_retries}, timeout_s={timeout_s}, first_wait_s="
-                f"{first_wait_s}: concurrency must be at least 1, timeout_s positive, the others at least 0."
+                f"{first_wait_s}: concurrency must be at least 1, timeout_s positive, and the others at least 0. Pass "
+                "values in these ranges."
             )
         if requests_per_minute is not None and not requests_per_minute > 0:
-            raise ValueError(f"requests_per_minute={requests_per_minute} must be positive; None is no limit.")
+            raise ValueError(f"requests_per_minute={requests_per_minute} must be positive. Pass None for no limit.")
         self._openai = openai
         self.url, self.model, self.sampling = server_root(url), model, sampling
         self.concurrency, self.timeout_s = concurrency, timeout_s
         self.max_retries, self.first_wait_s = max_retries, first_wait_s
         self.retried: Counter[str] = Counter()
         self._key = api_key or os.environ.get("OPENAI_API_KEY") or "none"
-        self._pace = Pace(60 / requests_per_minute if requests_per_minute else 0.0)
+        self._rate_limiter = RateLimiter(60 / requests_per_minute if requests_per_minute else 0.0)
         self._random = random.Random()
-        self._models: list[str] | None = None  # what the server lists; None before it was asked
-        self._num_answers = 0
-        self._tells_ids: bool | None = None  # None until a first answer has shown whether the server takes the wish
+        self._models: list[str] | None = None  # the models that the server lists; None before it was asked
+        self._num_completions = 0
+        self._returns_token_ids: bool | None = None  # None until the first completion
 
     def check(self) -> str:
         """
-        Ask the server which models it has; `answers` does so if nobody did before.
+        Ask the server which models it has; `completions` does so if it was not done before.
 
         Returns:
-            `str`: the name that answers are asked of.
+            `str`: the name of the model that completions are requested from.
 
         Raises:
-            ConnectionError: nobody answers at `url`.
-            RuntimeError: the server refuses (key, address), or has only errors.
-            ValueError: `model=None`, and the server does not list exactly one.
+            ConnectionError: nothing answers at `url`.
+            RuntimeError: the server refuses the key, or has only errors.
+            ValueError: `model=None`, and the server does not list exactly one model.
         """
         client = self._client()
         with BackgroundLoop(client.close) as loop:
@@ -139,7 +151,8 @@ class ServerEngine:
         if self.model is None:
             if len(models) != 1:
                 raise ValueError(
-                    f"No model was named, and {self.shown_url} lists {_names(models)}: name the one to be asked."
+                    f"No model was named, and {self.shown_url} lists {_names(models)}. The name can be left out only "
+                    "if the server lists a single model: name one."
                 )
             self.model = models[0]
         self._models = models
@@ -147,196 +160,203 @@ class ServerEngine:
 
     @property
     def shown_url(self) -> str:
-        """The server's address without a password that may be in it."""
+        """`str`: the address of the server without user name and password."""
         parts = urlsplit(self.url)
         return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
-    def answers(self, feed: RequestFeed) -> Generator[tuple[TurnRequest, Answer | Failure]]:
+    def completions(self, requests: RequestQueue) -> Generator[tuple[TurnRequest, Completion | Failure]]:
         """
-        Answer requests as answers come; see `AnswerEngine`.
+        Yield the outcome of every request; see [`GenerationBackend.completions`].
 
         Args:
-            feed (`RequestFeed`): a request is taken when a place among the `concurrency` is free.
+            requests ([`RequestQueue`]): a request is taken when fewer than `concurrency` are in progress.
 
         Yields:
-            `tuple[TurnRequest, Answer | Failure]`: every request that was taken, once.
+            `tuple[TurnRequest, Completion | Failure]`: every request that was taken, once.
 
         Raises:
-            ConnectionError: the server is gone, and stayed away for all tries.
-            RuntimeError: it refuses everyone, or `GIVE_UP_AFTER` requests failed without an answer between them.
+            ConnectionError: the server cannot be reached any more.
+            RuntimeError: it refuses the key, or `MAX_CONSECUTIVE_FAILURES` requests failed without a completion
+                between them.
             ValueError: it does not have the model.
         """
         if self._models is None:
             self.check()
         held: list[tuple[TurnRequest, Failure]] = []
-        with closing(self._outcomes(feed)) as outcomes:
-            for request, outcome, is_servers in outcomes:
-                if isinstance(outcome, Answer):
+        with closing(self._outcomes(requests)) as outcomes:
+            for request, outcome, is_servers_fault in outcomes:
+                if isinstance(outcome, Completion):
                     yield from held
                     held.clear()
                     yield request, outcome
-                elif self._num_answers and not is_servers:
+                elif self._num_completions and not is_servers_fault:
                     yield request, outcome
                 else:
                     held.append((request, outcome))
-                    if len(held) == GIVE_UP_AFTER:
+                    if len(held) == MAX_CONSECUTIVE_FAILURES:
                         raise RuntimeError(
-                            f"{GIVE_UP_AFTER} requests failed without an answer between them, the last one: "
-                            f"{outcome.reason}. {self.shown_url} must answer at least one of {GIVE_UP_AFTER}: look "
-                            "into its log, mend it or what it is sent, and start again."
+                            f"{MAX_CONSECUTIVE_FAILURES} requests to {self.shown_url} failed without a completion "
+                            f"between them, the last one with: {outcome.reason}. At least one of "
+                            f"{MAX_CONSECUTIVE_FAILURES} must succeed. Look into the log of the server, correct the "
+                            "server or the requests, and run the same command again."
                         )
         yield from held
 
-    def _outcomes(self, feed: RequestFeed) -> Generator[_Outcome]:
-        """What became of each request, and whether a failure is the server's rather than the request's own."""
+    def _outcomes(self, requests: RequestQueue) -> Generator[_Outcome]:
+        """Yield the outcome of each request, and whether a failure may be the server's rather than the request's."""
         client = self._client()
         done: queue.SimpleQueue[Future[_Outcome]] = queue.SimpleQueue()
-        num_under_way = 0
+        num_in_progress = 0
         with BackgroundLoop(client.close) as loop:
             while True:
-                while num_under_way < (1 if self._is_doubtful() else self.concurrency):
-                    request = feed.take()
+                while num_in_progress < (1 if self._is_model_unconfirmed() else self.concurrency):
+                    request = requests.take()
                     if request is None:
                         break
-                    loop.submit(self._answer(client, request)).add_done_callback(done.put)
-                    num_under_way += 1
-                if not num_under_way:
+                    loop.submit(self._outcome(client, request)).add_done_callback(done.put)
+                    num_in_progress += 1
+                if not num_in_progress:
                     return
                 yield done.get().result()
-                num_under_way -= 1
+                num_in_progress -= 1
 
-    def _is_doubtful(self) -> bool:
-        """The server does not list the model, and has not answered in its name yet."""
-        return bool(self._models) and self.model not in cast(list[str], self._models) and not self._num_answers
+    def _is_model_unconfirmed(self) -> bool:
+        """Whether the server does not list the model and has not returned a completion of it either."""
+        return bool(self._models) and self.model not in cast(list[str], self._models) and not self._num_completions
 
-    async def _answer(self, client: Any, request: TurnRequest) -> _Outcome:
-        num_answers = self._num_answers
-        num_retries = min(self.max_retries, 2) if self._is_doubtful() else self.max_retries
+    async def _outcome(self, client: Any, request: TurnRequest) -> _Outcome:
+        num_completions = self._num_completions
+        num_retries = min(self.max_retries, 2) if self._is_model_unconfirmed() else self.max_retries
         try:
-            answer = await self._retrying(lambda: self._ask(client, request), num_retries)
-        except NoAnswer as fault:
-            if fault.is_unreachable and num_answers == self._num_answers and not await self._is_there(client):
-                raise self._gone(fault) from fault
-            if self._is_doubtful() and ((fault.status or 0) >= 500 or cast(str, self.model) in fault.reason):
-                raise self._wrong_model(fault) from fault
-            if fault.is_transient and num_retries:
-                return request, Failure(f"{fault.reason} (tried {num_retries + 1} times)"), True
-            # 403 may be a key without rights, or a gateway that dislikes this prompt
-            return request, Failure(fault.reason), fault.is_transient or fault.status == 403
-        if self._is_doubtful():
+            completion = await self._retrying(lambda: self._request(client, request), num_retries)
+        except RequestError as error:
+            is_silent = error.is_unreachable and num_completions == self._num_completions
+            if is_silent and not await self._is_reachable(client):
+                raise self._unreachable(error) from error
+            if self._is_model_unconfirmed() and ((error.status or 0) >= 500 or cast(str, self.model) in error.reason):
+                raise self._refused_model(error) from error
+            if error.is_transient and num_retries:
+                return request, Failure(f"{error.reason} (tried {num_retries + 1} times)"), True
+            # 403 means a key without rights, or a gateway that refuses this prompt.
+            return request, Failure(error.reason), error.is_transient or error.status == 403
+        if self._is_model_unconfirmed():
             logger.warning(
-                f"{self.shown_url} answers to {self.model!r} but lists {_names(self._models or [])}. Some servers "
-                "list less than they have, and some answer to any name: make sure that this is the target."
+                f"{self.shown_url} returns completions of {self.model!r} but lists {_names(self._models or [])}. Some "
+                "servers list fewer models than they have, and some accept any name. Make sure that this is the "
+                "target."
             )
-        self._num_answers += 1
-        return request, answer, False
+        self._num_completions += 1
+        return request, completion, False
 
-    async def _ask(self, client: Any, request: TurnRequest) -> Answer:
-        """One try, and a second one if the server may have refused nothing but the wish for token ids."""
-        asks_ids = self._tells_ids is not False
+    async def _request(self, client: Any, request: TurnRequest) -> Completion:
+        """Try once, and again without asking for token ids if the server may have refused only that."""
+        asks_ids = self._returns_token_ids is not False
         try:
-            answer = await self._post(client, request, with_token_ids=asks_ids)
-        except NoAnswer as fault:
-            if not asks_ids or self._tells_ids or fault.status not in (400, 422):
+            completion = await self._post(client, request, with_token_ids=asks_ids)
+        except RequestError as error:
+            if not asks_ids or self._returns_token_ids or error.status not in (400, 422):
                 raise
-            answer = await self._post(client, request, with_token_ids=False)
+            completion = await self._post(client, request, with_token_ids=False)
             asks_ids = False
-        if self._tells_ids is None:
-            self._tells_ids = asks_ids
-        return answer
+        if self._returns_token_ids is None:
+            self._returns_token_ids = asks_ids
+        return completion
 
-    async def _post(self, client: Any, request: TurnRequest, *, with_token_ids: bool) -> Answer:
+    async def _post(self, client: Any, request: TurnRequest, *, with_token_ids: bool) -> Completion:
         body = request_body(request, self.sampling, with_token_ids=with_token_ids)
         create = client.chat.completions.with_raw_response.create
-        return read_answer((await self._call(create, self.timeout_s, model=self.model, **body)).text)
+        return read_completion((await self._call(create, self.timeout_s, model=self.model, **body)).text)
 
     async def _call(self, method: Any, timeout_s: float, **arguments: Any) -> Any:
-        """Call a method of the client; everything that goes wrong is a `NoAnswer`, or stops the run."""
-        await self._pace.turn()
+        """Call a method of the client; every fault becomes a `RequestError`, or an error that stops the run."""
+        await self._rate_limiter.wait()
         try:
             async with asyncio.timeout(timeout_s):
                 return await method(**arguments)
         except TimeoutError as error:
-            raise NoAnswer(f"no answer within {timeout_s:g} s", is_transient=True, is_unreachable=True) from error
+            raise RequestError(
+                f"no response within {timeout_s:g} s", is_transient=True, is_unreachable=True
+            ) from error
         except self._openai.APIStatusError as error:
-            raise self._refusal(error) from error
+            raise self._status_error(error) from error
         except self._openai.APIConnectionError as error:
-            cause = words_of(str(error.__cause__ or error) or type(error.__cause__).__name__)
-            raise NoAnswer(f"connection failed: {cause}", is_transient=True, is_unreachable=True) from error
+            cause = error_message(str(error.__cause__ or error) or type(error.__cause__).__name__)
+            raise RequestError(f"connection failed: {cause}", is_transient=True, is_unreachable=True) from error
 
-    def _refusal(self, error: Any) -> Exception:
-        status, words = error.status_code, self._without_key(words_of(error.body))
-        reason = f"{status}: {words}"
+    def _status_error(self, error: Any) -> Exception:
+        status, message = error.status_code, self._without_key(error_message(error.body))
+        reason = f"{status}: {message}"
         is_of_list = error.request.url.path.endswith("/models")
-        if status in REFUSES_KEY or (status == 403 and is_of_list):
+        if status in REFUSED_KEY_STATUS or (status == 403 and is_of_list):
             return RuntimeError(
-                f"{self.shown_url} refused with {reason}. It must let this key ask for answers: set OPENAI_API_KEY to "
-                "one that may."
+                f"{self.shown_url} refused the request with {reason}. The server must accept the key: set "
+                "OPENAI_API_KEY to one that it accepts."
             )
-        if status in NOT_SERVED and not is_of_list:
-            return self._wrong_model(NoAnswer(reason, is_transient=False))
-        is_transient = status in WORTH_ANOTHER_TRY or status >= 500
-        pause_s = pause_asked_for(error.response.headers) if is_transient else None
-        return NoAnswer(reason, is_transient=is_transient, status=status, pause_s=pause_s)
+        if status in NOT_FOUND_STATUS and not is_of_list:
+            return self._refused_model(RequestError(reason, is_transient=False))
+        is_transient = status in RETRIED_STATUS or status >= 500
+        pause_s = retry_after_s(error.response.headers) if is_transient else None
+        return RequestError(reason, is_transient=is_transient, status=status, pause_s=pause_s)
 
     async def _retrying(self, call: Any, num_retries: int) -> Any:
         for number in range(num_retries):
             try:
                 return await call()
-            except NoAnswer as fault:
-                if not fault.is_transient:
+            except RequestError as error:
+                if not error.is_transient:
                     raise
-                kind = fault.reason.partition(":")[0]
+                kind = error.reason.partition(":")[0]
                 self.retried[kind] += 1
-                if fault.pause_s is not None:
-                    self._pace.pause(fault.pause_s)
-                if number == 2 or (fault.pause_s or 0) > LONGEST_WAIT_S:
-                    logger.warning_once(f"{self.shown_url}: {kind}, again and again; each call is tried on.")
-                longest_s = min(self.first_wait_s * 2**number, LONGEST_WAIT_S)
+                if error.pause_s is not None:
+                    self._rate_limiter.pause(error.pause_s)
+                if number == 2 or (error.pause_s or 0) > MAX_WAIT_S:
+                    logger.warning_once(f"{self.shown_url} fails repeatedly ({kind}). The requests are retried.")
+                longest_s = min(self.first_wait_s * 2**number, MAX_WAIT_S)
                 await asyncio.sleep(longest_s * self._random.uniform(0.5, 1.0))
         return await call()
 
     async def _list_models(self, client: Any) -> list[str]:
-        """Names that the server lists; none where it has no list."""
+        """Return the names of the models that the server lists; none if it has no list."""
         list_models = client.models.with_raw_response.list
         num_retries = min(self.max_retries, 2)
         try:
-            response = await self._retrying(lambda: self._call(list_models, CHECK_TIMEOUT_S), num_retries)
-        except NoAnswer as fault:
-            if fault.is_unreachable:
-                raise self._gone(fault) from fault
-            if fault.is_transient:
+            response = await self._retrying(lambda: self._call(list_models, LIST_TIMEOUT_S), num_retries)
+        except RequestError as error:
+            if error.is_unreachable:
+                raise self._unreachable(error) from error
+            if error.is_transient:
                 raise RuntimeError(
-                    f"{self.shown_url}/models answered with {fault.reason}. The server must be up: look into its log, "
-                    "and start again."
-                ) from fault
+                    f"{self.shown_url}/models responded with {error.reason}. The server must be ready: look into its "
+                    "log, and run the same command again."
+                ) from error
             return []
         try:
             return [model["id"] for model in response.http_response.json()["data"]]
-        except (ValueError, TypeError, KeyError):  # not JSON, or no list of models
+        except (ValueError, TypeError, KeyError):  # not JSON, or not a list of models
             return []
 
-    async def _is_there(self, client: Any) -> bool:
+    async def _is_reachable(self, client: Any) -> bool:
         try:
-            await self._call(client.models.with_raw_response.list, CHECK_TIMEOUT_S)
-        except NoAnswer as fault:
-            return not fault.is_unreachable
+            await self._call(client.models.with_raw_response.list, LIST_TIMEOUT_S)
+        except RequestError as error:
+            return not error.is_unreachable
         return True
 
-    def _gone(self, fault: NoAnswer) -> ConnectionError:
+    def _unreachable(self, error: RequestError) -> ConnectionError:
         return ConnectionError(
-            f"{self.shown_url}: {fault.reason}. An OpenAI-compatible server must be listening there: check the "
-            "address, start it (`vllm serve`, `transformers serve`, …), and start again."
+            f"{self.shown_url}: {error.reason}. An OpenAI-compatible server must be listening there: check the "
+            "address, start the server (`vllm serve`, `transformers serve`, …), and run the same command again."
         )
 
-    def _wrong_model(self, fault: NoAnswer) -> ValueError:
+    def _refused_model(self, error: RequestError) -> ValueError:
         return ValueError(
-            f"{self.shown_url} refused model={self.model!r} with {fault.reason}. The address must be the root of an "
-            f"OpenAI-compatible server, and the model one that it has; it lists {_names(self._models or [])}."
+            f"{self.shown_url} refused model={self.model!r} with {error.reason}. The address must be the root of an "
+            "OpenAI-compatible server, and the model one of its models: name one of those that it lists, which are "
+            f"{_names(self._models or [])}."
         )
 
-    def _without_key(self, words: str) -> str:
-        return words.replace(self._key, "***") if self._key != "none" else words
+    def _without_key(self, message: str) -> str:
+        return message.replace(self._key, "***") if self._key != "none" else message
 
     def _client(self) -> Any:
         http = self._openai.DefaultAsyncHttpxClient(trust_env=not _is_loopback(self.url), timeout=None)
@@ -347,17 +367,22 @@ class ServerEngine:
 
 def server_root(url: str) -> str:
     """
-    The address that OpenAI's client wants: ending in a version, without a slash.
+    Complete the address of a server to the form that the client of `openai` needs.
 
     Args:
         url (`str`): `http://host:8000`, `http://host:8000/v1/`, or the address of the chat completions themselves.
 
+    Returns:
+        `str`: the address with a version as the last part of its path, and without a slash at its end.
+
     Raises:
-        ValueError: it is no address of the web.
+        ValueError: it is not an HTTP address.
     """
     parts = urlsplit(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"url={url!r} must be the address of a server, as in http://localhost:8000/v1.")
+        raise ValueError(
+            f"url={url!r} must be the HTTP address of a server. Pass one such as http://localhost:8000/v1."
+        )
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
     if not any(part[:1] == "v" and part[1:2].isdigit() for part in path.split("/")):
         path += "/v1"

@@ -1,4 +1,4 @@
-"""One call of a chat server: what is sent, what an answer must hold, and when the next call may start."""
+"""One request to a chat server: its body, its response, its errors, and the rate at which requests start."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from .requests import Answer, Sampling, TurnRequest
+from .requests import Completion, SamplingParameters, TurnRequest
 
-LONGEST_PAUSE_S = 600.0  # that a server may ask for; it is asked again afterwards
-LONGEST_REASON = 400  # characters of a server's own words
+MAX_PAUSE_S = 600.0  # the longest `Retry-After` that is obeyed; the server is asked again afterwards
+MAX_MESSAGE_LENGTH = 400  # characters of a server's error message
 
 
-class NoAnswer(Exception):  # noqa: N818  (most of these are met by trying again)
+class RequestError(Exception):
     """
-    What a call brought instead of an answer.
+    A request to a server gave no completion.
 
     Args:
-        reason (`str`): one line, for people.
-        is_transient (`bool`): the same call may succeed later.
-        status (`int`, *optional*): of the HTTP response; None if there was none, or the answer in it is unusable.
-        pause_s (`float`, *optional*): seconds for which the server wants to be left alone.
-        is_unreachable (`bool`): nothing came back at all.
+        reason (`str`): one line.
+        is_transient (`bool`): whether the same request may succeed later.
+        status (`int`, *optional*): of the HTTP response. None if there was no response, or one of status 200 without
+            a usable completion.
+        pause_s (`float`, *optional*): seconds for which the server asks for no requests.
+        is_unreachable (`bool`, defaults to `False`): whether there was no response at all.
     """
 
     def __init__(
@@ -45,21 +46,34 @@ class NoAnswer(Exception):  # noqa: N818  (most of these are met by trying again
         self.pause_s, self.is_unreachable = pause_s, is_unreachable
 
 
-def one_line(text: object) -> str:
-    """A server's words on one line, cut where they are long."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + " …"
+def error_message(body: object) -> str:
+    """
+    Find the message in the body of an error response.
 
+    Args:
+        body (`object`): servers put the message under `error.message`, `message` or `detail`.
 
-def words_of(body: object) -> str:
-    """The message in the body of an error, wherever servers put it: `error.message`, `message`, `detail`."""
+    Returns:
+        `str`: one line, truncated if it is long.
+    """
     while isinstance(body, dict):
         body = next((body[key] for key in ("error", "message", "detail") if body.get(key)), json.dumps(body))
-    return one_line(body).rstrip(".") if body else "no message"
+    if not body:
+        return "no message"
+    line = " ".join(str(body).split())
+    return (line if len(line) <= MAX_MESSAGE_LENGTH else line[:MAX_MESSAGE_LENGTH] + " …").rstrip(".")
 
 
-def pause_asked_for(headers: Any) -> float | None:
-    """Seconds of a `Retry-After` header (a number, or a date), at most `LONGEST_PAUSE_S`; None without one."""
+def retry_after_s(headers: Any) -> float | None:
+    """
+    Read the `Retry-After` header of a response.
+
+    Args:
+        headers (`Mapping`): with lower-case names; the value is a number of seconds, or a date.
+
+    Returns:
+        `float`, *optional*: seconds, at most `MAX_PAUSE_S`. None without a valid header.
+    """
     value = headers.get("retry-after")
     if value is None:
         return None
@@ -71,20 +85,21 @@ def pause_asked_for(headers: Any) -> float | None:
         except ValueError:
             return None
         pause_s = (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
-    return min(max(pause_s, 0.0), LONGEST_PAUSE_S) if pause_s == pause_s else None
+    return min(max(pause_s, 0.0), MAX_PAUSE_S) if pause_s == pause_s else None
 
 
-def request_body(request: TurnRequest, sampling: Sampling, *, with_token_ids: bool) -> dict[str, Any]:
+def request_body(request: TurnRequest, sampling: SamplingParameters, *, with_token_ids: bool) -> dict[str, Any]:
     """
-    Arguments of `chat.completions.create` for one answer, without the model.
+    Make the arguments of `chat.completions.create` for one completion, without the model.
 
     Args:
-        request (`TurnRequest`): what is asked.
-        sampling (`Sampling`): what is None there is not sent: the server's own default holds.
-        with_token_ids (`bool`): ask for the ids of prompt and answer (`return_token_ids` of vLLM and SGLang).
+        request ([`TurnRequest`]): what is requested.
+        sampling ([`SamplingParameters`]): parameters that are None are left out, so that the server's defaults apply.
+        with_token_ids (`bool`): whether to ask for the ids of prompt and completion (`return_token_ids` of vLLM and
+            SGLang).
 
     Returns:
-        `dict`: `extra_body` holds what is not in OpenAI's own interface.
+        `dict`: `extra_body` contains what OpenAI's own interface does not have.
     """
     body: dict[str, Any] = {"messages": request.messages, "max_tokens": sampling.max_new_tokens}
     chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "tools": request.tools}
@@ -92,7 +107,7 @@ def request_body(request: TurnRequest, sampling: Sampling, *, with_token_ids: bo
     body["seed"] = request.seed(sampling.seed)
     extra: dict[str, Any] = {}
     if sampling.top_k is not None:
-        extra["top_k"] = sampling.top_k or -1  # "no limit": vLLM takes 0 and -1, SGLang -1 alone
+        extra["top_k"] = sampling.top_k or -1  # no limit is 0 or -1 for vLLM, and only -1 for SGLang
     if request.chat_template_kwargs:
         extra["chat_template_kwargs"] = dict(request.chat_template_kwargs)
     if with_token_ids:
@@ -100,7 +115,7 @@ def request_body(request: TurnRequest, sampling: Sampling, *, with_token_ids: bo
     return {**body, "extra_body": extra} if extra else body
 
 
-def read_answer(text: str) -> Answer:
+def read_completion(text: str) -> Completion:
     """
     Read the body of a chat completion.
 
@@ -108,27 +123,27 @@ def read_answer(text: str) -> Answer:
         text (`str`): JSON as the server sent it.
 
     Returns:
-        `Answer`: with token ids where the server told them: `prompt_token_ids` of the response (vLLM) or of the choice
-        (SGLang), `token_ids` of the choice (both).
+        [`Completion`]: with token ids if the server returned them. `prompt_token_ids` are in the response (vLLM) or in
+        the choice (SGLang), `token_ids` are in the choice (both).
 
     Raises:
-        NoAnswer: not JSON, no choice, no message, nothing in the message, or it ended for another reason than being
-            finished or long.
+        RequestError: the text is not JSON, or has no choice, no message or nothing in the message; or generation ended
+            for another reason than an end token or the length.
     """
     try:
         response = json.loads(text)
     except json.JSONDecodeError as error:
-        raise NoAnswer(f"the response is not JSON ({error.msg})", is_transient=True) from error
+        raise RequestError(f"the response is not JSON ({error.msg})", is_transient=True) from error
     choices = response.get("choices") if isinstance(response, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
-        told = f": {words_of(response)}" if isinstance(response, dict) and response.get("error") else ""
-        raise NoAnswer(f"the response holds no choice{told}", is_transient=True)
+        told = f": {error_message(response)}" if isinstance(response, dict) and response.get("error") else ""
+        raise RequestError(f"the response has no choice{told}", is_transient=True)
     finish_reason = choice.get("finish_reason")
     if finish_reason not in ("stop", "tool_calls", "length"):
-        # What a filter refuses it refuses again; "abort" and its like may be the server's troubles of the moment.
-        raise NoAnswer(f"finish_reason={finish_reason!r}", is_transient=finish_reason != "content_filter")
-    return Answer(
+        # A content filter refuses the same prompt again; "abort" and others may be a temporary fault of the server.
+        raise RequestError(f"finish_reason={finish_reason!r}", is_transient=finish_reason != "content_filter")
+    return Completion(
         message=_read_message(choice.get("message")),
         finish_reason="length" if finish_reason == "length" else "stop",
         prompt_ids=_ids(response.get("prompt_token_ids")) or _ids(choice.get("prompt_token_ids")),
@@ -139,28 +154,28 @@ def read_answer(text: str) -> Answer:
 
 def _read_message(message: object) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise NoAnswer("the response holds no message", is_transient=True)
-    # vLLM says "reasoning" for what SGLang, transformers and the chat templates call "reasoning_content"
-    told_apart = {
+        raise RequestError("the response has no message", is_transient=True)
+    # vLLM calls "reasoning" what SGLang, transformers and the chat templates call "reasoning_content".
+    parts = {
         "reasoning_content": message.get("reasoning_content") or message.get("reasoning"),
-        "tool_calls": _with_read_arguments(message.get("tool_calls")),
+        "tool_calls": _with_parsed_arguments(message.get("tool_calls")),
     }
-    told_apart = {key: value for key, value in told_apart.items() if value}
+    parts = {key: value for key, value in parts.items() if value}
     content = message.get("content")
-    if content is None and not told_apart:
-        raise NoAnswer("the content of the message is null", is_transient=True)
+    if content is None and not parts:
+        raise RequestError("the content of the message is null", is_transient=True)
     if not isinstance(content, str | None):
-        raise NoAnswer("the content of the message is no text", is_transient=True)
-    return {"role": "assistant", "content": content or "", **told_apart}
+        raise RequestError("the content of the message is not text", is_transient=True)
+    return {"role": "assistant", "content": content or "", **parts}
 
 
-def _with_read_arguments(tool_calls: Any) -> Any:
-    """Calls whose arguments are values: servers send them as text, chat templates write them as JSON themselves."""
+def _with_parsed_arguments(tool_calls: Any) -> Any:
+    """Parse the arguments of tool calls: servers send them as JSON text, but chat templates need the values."""
     calls = []
     for call in tool_calls if isinstance(tool_calls, list) else []:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with suppress(json.JSONDecodeError):  # what the target wrote may be no JSON, and stays as it is then
+            with suppress(json.JSONDecodeError):  # a target may write something else, which stays text
                 call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
         calls.append(call)
     return calls
@@ -175,33 +190,35 @@ def _ids(value: object) -> list[int] | None:
     return value if isinstance(value, list) and all(type(each) is int for each in value) else None
 
 
-class Pace:
+class RateLimiter:
     """
-    When the next call may start: spread evenly, and later for everyone where a server asked for a pause.
+    Spread the starts of requests evenly, and delay all of them when the server asks for a pause.
 
     Args:
-        interval_s (`float`): seconds between the starts of two calls; 0 is no limit.
+        interval_s (`float`): seconds between the starts of two requests; 0 is no limit.
     """
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._next_start_s = 0.0  # of time.monotonic
 
-    async def turn(self) -> None:
-        """Wait until a call may start."""
+    async def wait(self) -> None:
+        """Wait until a request may start."""
         while (wait_s := self._next_start_s - time.monotonic()) > 0:
             await asyncio.sleep(wait_s)
         self._next_start_s = time.monotonic() + self._interval_s
 
     def pause(self, seconds: float) -> None:
-        """Let no call start for this long."""
+        """Let no request start for this long."""
         self._next_start_s = max(self._next_start_s, time.monotonic() + seconds)
 
 
 class BackgroundLoop:
     """
-    An event loop in a thread of its own: calls go on while the caller writes rows, the caller may have a loop already
-    (a notebook), and an interrupt of the main thread finds it free. Leaving the context cancels what is under way.
+    An event loop in a thread of its own.
+
+    Requests continue while the caller writes rows, the caller may have an event loop already (a notebook), and the
+    main thread stays free for an interrupt. Leaving the context cancels everything in progress.
 
     Args:
         close (`Callable`): awaited in the loop before it ends.
@@ -229,8 +246,16 @@ class BackgroundLoop:
 
     def __exit__(self, *exception: object) -> None:
         self._loop.call_soon_threadsafe(self._is_over.set)
-        self._thread.join(timeout=2)  # a look-up of a name cannot be cancelled; nobody waits for it
+        self._thread.join(timeout=2)  # a name resolution cannot be cancelled, and is not waited for
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Start a coroutine; its result comes as a future of `concurrent.futures`."""
+        """
+        Start a coroutine in the loop.
+
+        Args:
+            work (`Coroutine`): what is awaited.
+
+        Returns:
+            `concurrent.futures.Future` of its result.
+        """
         return asyncio.run_coroutine_threadsafe(work, self._loop)
