@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import functools
+import gc
 import shutil
 import signal
 import sys
@@ -27,6 +28,13 @@ from dflash_hf.cli import main
 torch.set_num_threads(1)  # tiny models lose more to threads than they gain
 # A shell starts its background jobs with SIGINT ignored, which their children inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave imported objects out of garbage collections, of which accelerate starts one after every training."""
+    gc.collect()
+    gc.freeze()
+
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
