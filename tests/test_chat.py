@@ -27,7 +27,7 @@ from dflash_hf.cli.chat import AnswerDisplay, coloured
 from dflash_hf.cli.chat_session import Answer, ChatSession, Span, Speed, TokenText
 from dflash_hf.data.chat_template import chat_inputs
 from dflash_hf.decoding.generate import speculative_generate
-from dflash_hf.evaluation.compare import generate_timed
+from dflash_hf.evaluation.timed_generation import generate_timed
 
 BYTES = {"vocab_size": 272, "pad_token_id": 256, "eos_token_id": 257}
 

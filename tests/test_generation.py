@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, build_dflash_batch_plan
-from dflash_hf.evaluation.compare import Comparison, Generation, generate_timed, summarize_comparisons
+from dflash_hf.evaluation.compare import Comparison, summarize_comparisons
+from dflash_hf.evaluation.timed_generation import Generation, generate_timed
 from dflash_hf.target.hidden_states import target_hidden_states
 from dflash_hf.training.trainer import block_losses
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf import DFlashDraftModel, speculative_generate
 from dflash_hf.data.chat_template import chat_inputs
 from dflash_hf.data.prompts import read_prompts
-from dflash_hf.evaluation.compare import generate_timed
+from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.target.demo import prepare_demo_target
 
 pytestmark = pytest.mark.real_model

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, build_dflash_batch_plan
-from dflash_hf.evaluation.compare import generate_timed
+from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.training.callbacks import AcceptanceWatch
 from dflash_hf.training.checks import count_rows
 from dflash_hf.training.resume import check_checkpoint, last_complete_checkpoint, target_fingerprint

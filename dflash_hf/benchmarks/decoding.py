@@ -1,173 +1,48 @@
-"""Benchmark of decoding: ours, the loop of transformers and the reference decoder, side by side."""
+"""Benchmark of decoding: plain generation, the loop of this package, that of transformers and that of `dflash`."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoints.write_layouts import layout_config
 from ..data.chat_template import chat_inputs
-from ..decoding.generate import speculative_generate
-from ..decoding.statistics import DecodingStatistics, Stopwatch
-from ..evaluation.compare import PairDecoding, committed_by_pass
+from ..decoding.statistics import DecodingStatistics
+from ..evaluation.near_ties import logit_gap
+from ..evaluation.timed_generation import GenerationProtocol, run_loop
 from ..model.modeling_dflash import DFlashDraftModel
-from .decoding_results import PHASES, DecodingRun, Method
-from .decoding_settings import BenchmarkSettings
-
-
-class ReferenceDecoder:
-    """
-    The decoder of `dflash` with the weights of a draft: the same tensors, no copy.
-
-    Args:
-        draft ([`DFlashDraftModel`]): whose weights it takes.
-
-    Raises:
-        ImportError: the package is not installed, or another version without these functions is.
-    """
-
-    def __init__(self, draft: DFlashDraftModel) -> None:
-        try:
-            from dflash import model as reference
-
-            self._generate, model_class = reference.dflash_generate, reference.DFlashDraftModel
-            self.version = version("dflash")
-        except (ImportError, AttributeError) as error:
-            raise ImportError(
-                f"The reference decoder is not there ({error}): it is in the package dflash 0.1.0. Run "
-                "pip install --no-deps dflash==0.1.0 (the versions that it pins are not needed)."
-            ) from error
-        described = layout_config(draft.config, "serving", str(draft.dtype).removeprefix("torch."))
-        self.model: nn.Module = model_class(Qwen3Config(**described)).eval()
-        self.model.to(draft.device)  # no dtype: its rotary frequencies stay in fp32
-        self.model.load_state_dict(draft.state_dict(), assign=True)
-
-    def generate(
-        self,
-        target: PreTrainedModel,
-        input_ids: torch.Tensor,
-        *,
-        max_new_tokens: int,
-        end_token_ids: list[int],
-        temperature: float,
-    ) -> torch.Tensor:
-        """
-        Decode one row.
-
-        Args:
-            target (`PreTrainedModel`): the target.
-            input_ids (`torch.LongTensor` of shape `[1, columns]`): the prompt.
-            max_new_tokens (`int`): longest answer in tokens.
-            end_token_ids (`list[int]`): tokens that end the answer.
-            temperature (`float`): 0 decodes greedily.
-
-        Returns:
-            `torch.LongTensor` of shape `[1, columns]`: prompt and answer, the end token included.
-        """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # it passes `past_key_values`
-            generate: Any = self._generate
-            return generate(
-                self.model,
-                target,
-                input_ids,
-                max_new_tokens,
-                end_token_ids or None,
-                temperature=temperature,
-            )
-
+from .decoding_results import DecodingRun
+from .decoding_settings import BenchmarkSettings, Method
+from .phases import PhaseRecorder
+from .reference_decoder import ReferenceDecoder
 
 WARM_UP_TOKENS = 16
 
 
-class CallRecorder:
-    """
-    Phases of one decoding call of any loop, told by hooks on target, draft and head while the context is open.
-
-    Args:
-        target (`PreTrainedModel`): the target.
-        draft (`nn.Module`, *optional*): the draft.
-        context_name (`str`): the draft's argument with the target's states, of shape `[rows, n, width]`.
-    """
-
-    def __init__(self, target: PreTrainedModel, draft: nn.Module | None, context_name: str) -> None:
-        self.target, self.draft, self.context_name = target, draft, context_name
-        self.num_target_passes = 0
-        self.context_lengths: list[int] = []
-        self._in_target = False
-        self._handles: list[Any] = []
-        self.phase_s: dict[str, float] = {}
-
-    def __enter__(self) -> CallRecorder:
-        head: Any = self.target.get_output_embeddings()
-        self._handles = [
-            self.target.register_forward_pre_hook(self._target_starts),
-            self.target.register_forward_hook(self._target_ends),
-            head.register_forward_pre_hook(self._head_starts),
-            head.register_forward_hook(self._head_ends),
-        ]
-        if self.draft is not None:
-            self._handles += [
-                self.draft.register_forward_pre_hook(self._draft_starts, with_kwargs=True),
-                self.draft.register_forward_hook(self._draft_ends),
-            ]
-        self.watch = Stopwatch(self.target.device)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.watch.lap("rest")
-        self.phase_s = {**dict.fromkeys(PHASES, 0.0), **self.watch.totals()}
-        for handle in self._handles:
-            handle.remove()
-
-    def _target_starts(self, module: nn.Module, args: Any) -> None:
-        self.watch.lap("rest")
-        self._in_target = True
-
-    def _target_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.watch.lap("verify" if self.num_target_passes else "prefill")
-        self.num_target_passes += 1
-        self._in_target = False
-
-    def _head_starts(self, module: nn.Module, args: Any) -> None:
-        if not self._in_target:
-            self.watch.lap("rest")
-
-    def _head_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._in_target:
-            self.watch.lap("draft")
-
-    def _draft_starts(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.watch.lap("rest")
-        self.context_lengths.append(kwargs[self.context_name].shape[1])
-
-    def _draft_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.watch.lap("draft")
-
-
 class DecodingBenchmark:
     """
-    Decode the same prompts with every method, in turn.
+    Decode the same prompts with every method.
 
-    For each temperature and batch size every method is warmed up once; then the methods alternate batch by batch, each
-    time in an order that has moved on by one, so that a drift of the machine hits all. All methods draw from the same
-    distribution: the target's own settings for generation, apart from its special tokens, are set aside.
+    For each temperature and batch size every method is warmed up once. Then all methods decode one batch after the
+    other, and the order of the methods rotates by one with every batch, so that a change of the machine's speed
+    affects all of them. All methods generate from the same distribution, since the target's generation config is
+    replaced by one that keeps only its special tokens.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]), tokenizer (`PreTrainedTokenizerBase`): the pair, with
             the same dtype.
         prompts (`Sequence[str]`): user messages.
-        settings ([`BenchmarkSettings`]): what to measure.
+        settings ([`BenchmarkSettings`]): settings of the benchmark.
+
+    Attributes:
+        left_out (`dict[str, str]`): methods that cannot decode this target, and the reason.
 
     Raises:
         ValueError: the settings do not fit the prompts or the draft.
-        ImportError: the package `dflash` is asked for and not installed.
+        ImportError: the settings ask for the package `dflash`, which is not installed.
     """
 
     def __init__(
@@ -181,8 +56,8 @@ class DecodingBenchmark:
         settings.check(len(prompts), draft.config.block_size)
         self.target, self.draft, self.settings = target, draft, settings
         self.reference = ReferenceDecoder(draft) if settings.against_reference else None
-        self.decoding = PairDecoding(target, tokenizer)
-        self.rows = [
+        self.protocol = GenerationProtocol(target, tokenizer)
+        self.prompts = [
             chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)["input_ids"][0]
             for prompt in prompts
         ]
@@ -190,120 +65,119 @@ class DecodingBenchmark:
 
     @property
     def num_runs(self) -> int:
-        """`int`: calls that are measured in all."""
+        """`int`: number of calls that are measured."""
         return sum(
-            self.settings.repeats * len(self.rows) // batch_size * len(self._methods(temperature, batch_size))
+            self.settings.repeats * len(self.prompts) // batch_size * len(self._methods(temperature, batch_size))
             for temperature in self.settings.temperatures
             for batch_size in self.settings.batch_sizes
         )
 
     def _methods(self, temperature: float, batch_size: int) -> list[Method]:
+        """Return the methods that can decode such a batch of this target."""
         methods = self.settings.methods(temperature, batch_size)
         return [method for method in methods if method.name not in self.left_out]
 
     def run(self, on_start: Callable[[str], None] | None = None) -> Iterator[DecodingRun]:
         """
-        Measure.
+        Measure all methods.
 
         Args:
-            on_start (`Callable`, *optional*): called with a few words before each call.
+            on_start (`Callable`, *optional*): called before each call with a short description of it.
 
         Yields:
-            [`DecodingRun`], one a call.
+            [`DecodingRun`], one for each call.
         """
-        say = on_start or (lambda words: None)
-        with self.decoding.own_settings_aside():
+        report = on_start or (lambda description: None)
+        with self.protocol.override_generation_config():
             for temperature in self.settings.temperatures:
                 for batch_size in self.settings.batch_sizes:
                     place = f"T = {temperature:g}, batch {batch_size}: "
                     for method in self._methods(temperature, batch_size):
-                        say(f"{place}{method.label}, warm-up")
+                        report(f"{place}{method.label}, warm-up")
                         self._warm_up(temperature, batch_size, method)
                     methods, num_rounds = self._methods(temperature, batch_size), 0
                     for repeat in range(self.settings.repeats):
-                        for first in range(0, len(self.rows), batch_size):
+                        for first in range(0, len(self.prompts), batch_size):
                             prompts = list(range(first, first + batch_size))
                             turn = num_rounds % len(methods)
                             num_rounds += 1
                             for method in methods[turn:] + methods[:turn]:
-                                say(place + method.label)
+                                report(place + method.label)
                                 torch.manual_seed(self.settings.seed + num_rounds)
                                 yield self._decode(temperature, prompts, method, repeat, self.settings.max_new_tokens)
 
     def _warm_up(self, temperature: float, batch_size: int, method: Method) -> None:
+        """Decode a batch without measuring it, and leave out the loop of transformers if it refuses the target."""
         num_tokens = min(WARM_UP_TOKENS, self.settings.max_new_tokens)
         try:
             self._decode(temperature, list(range(batch_size)), method, 0, num_tokens)
         except ValueError as error:
             if method.name != "native":
                 raise
-            self.left_out["native"] = str(error)  # a target that only the loop of transformers cannot take
+            self.left_out["native"] = str(error)
 
     def _decode(
         self, temperature: float, prompts: list[int], method: Method, repeat: int, max_new_tokens: int
     ) -> DecodingRun:
-        arguments = self.decoding.arguments([self.rows[prompt] for prompt in prompts], temperature, max_new_tokens)
+        """Decode a batch once with one method, and record its phases."""
+        arguments = self.protocol.arguments([self.prompts[prompt] for prompt in prompts], temperature, max_new_tokens)
         draft: nn.Module | None = None if method.name == "plain" else self.draft
         context_name = "context_hidden_states"
         if method.name == "reference" and self.reference is not None:
             draft, context_name = self.reference.model, "target_hidden"
-        with CallRecorder(self.target, draft, context_name) as recorder:
-            sequences, ours = self._call(method, arguments)
-        answers = sequences[:, arguments["input_ids"].shape[1] :].tolist()
-        token_ids = [self.decoding.answer(row) for row in answers]
-        if ours is not None:
-            committed = [count for row in ours.committed for count in row]
-        else:
-            committed = committed_by_pass(recorder.context_lengths, recorder.num_target_passes, len(token_ids[0]))
-        return DecodingRun(
-            temperature,
-            len(prompts),
-            method,
-            repeat,
-            prompts,
-            token_ids,
-            recorder.phase_s,
-            recorder.num_target_passes - 1,
-            committed,
-            None if ours is None else ours.expected_sum,
+        with PhaseRecorder(self.target, draft, context_name) as recorder:
+            sequences, statistics = self._run_loop(method, arguments)
+        token_ids = self.protocol.responses(sequences, arguments["input_ids"].shape[1])
+        run = DecodingRun(
+            temperature=temperature,
+            batch_size=len(prompts),
+            method=method,
+            repeat=repeat,
+            prompts=prompts,
+            token_ids=token_ids,
+            phase_s=recorder.phase_s,
+            num_passes=recorder.num_target_passes - 1,
+            committed=[],
         )
+        if statistics is None:
+            run.committed = recorder.committed(len(token_ids[0]))
+        else:
+            run.committed = [count for sequence in statistics.committed for count in sequence]
+            run.expected_sum = statistics.expected_sum
+        return run
 
-    def _call(self, method: Method, arguments: dict[str, Any]) -> tuple[torch.Tensor, DecodingStatistics | None]:
-        """Sequences of shape `[rows, columns]`, and what ours says about them."""
+    def _run_loop(self, method: Method, arguments: dict[str, Any]) -> tuple[torch.Tensor, DecodingStatistics | None]:
+        """Return sequences of shape `[batch, length]`, and the statistics of the loop of this package."""
         if method.name == "reference" and self.reference is not None:
             sequences = self.reference.generate(
                 self.target,
                 arguments["input_ids"],
                 max_new_tokens=arguments["max_new_tokens"],
-                end_token_ids=self.decoding.end_token_ids,
+                end_token_ids=self.protocol.end_token_ids,
                 temperature=arguments.get("temperature", 0.0),
             )
             return sequences, None
-        kwargs = dict(arguments)
-        if method.name == "ours":
-            kwargs.update(
-                block_size=method.block_size, tree_size=method.tree_size, proposal=method.proposal or "argmax"
-            )
-            output = speculative_generate(self.target, self.draft, **kwargs)
-            return output.sequences, output.statistics
         if method.name == "native":
-            kwargs.update(assistant_model=self.draft, speculation_type="dflash")
-        generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
-        return generate(**kwargs), None
+            return run_loop(self.target, self.draft, arguments, "transformers")
+        draft = None if method.name == "plain" else self.draft
+        return run_loop(
+            self.target,
+            draft,
+            arguments,
+            block_size=method.block_size,
+            tree_size=method.tree_size,
+            proposal=method.proposal or "argmax",
+        )
 
-    @torch.no_grad()
-    def top_two_gap(self, prompt: int, answer: list[int]) -> float:
+    def logit_gap(self, prompt: int, one: list[int], other: list[int]) -> float:
         """
-        How sure the target is of the token after the beginning of an answer.
+        Compare the target's logits where two greedy responses differ first.
 
         Args:
             prompt (`int`): index of the prompt.
-            answer (`list[int]`): the answer's tokens until there.
+            one (`list[int]`), other (`list[int]`): token ids of the two responses.
 
         Returns:
-            `float`: difference of the two largest logits, in the target's precision.
+            `float`: see [`~dflash_hf.evaluation.near_ties.logit_gap`].
         """
-        row = self.rows[prompt]
-        logits = self.target(input_ids=torch.cat([row, row.new_tensor(answer)])[None]).logits[0, -1]
-        best, second = logits.float().topk(2).values.tolist()
-        return best - second
+        return logit_gap(self.target, self.prompts[prompt], one, other)

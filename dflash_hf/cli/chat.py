@@ -1,4 +1,4 @@
-"""`dflash-hf chat`: a conversation in the terminal that shows which tokens the draft got right."""
+"""`dflash-hf chat`: a conversation in the terminal that shows which tokens the draft proposed."""
 
 from __future__ import annotations
 
@@ -17,31 +17,41 @@ from rich.live import Live
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from .chat_session import Answer, ChatSession, Span
+    from .chat_session import ChatSession, Response, Span
 
-DRAFTED_STYLE, OWN_STYLE = "green", "magenta"  # told apart with red-green blindness too, on dark and light
-DRAFTED_MARKS = ("‹", "›")  # where there is no colour
+DRAFTED_STYLE, OWN_STYLE = (
+    "green",
+    "magenta",
+)  # distinguishable with red-green colour blindness, on dark and light backgrounds
+DRAFTED_MARKS = ("‹", "›")  # for terminals without colour
 REFRESH_S = 0.04
-COMMANDS = "/reset forgets the conversation, /plain on|off, /stats, /quit; Ctrl-C stops an answer, Ctrl-D leaves."
+COMMANDS = (
+    "/reset starts a new conversation, /plain on and /plain off switch the draft off and on, /stats shows all "
+    "measurements, /quit leaves. Ctrl-C stops a response, Ctrl-D leaves."
+)
 NOT_SHOWN = dict.fromkeys([*range(32), *range(127, 160)], "\ufffd") | {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
 
 def chat(
     draft: Annotated[str, typer.Option(help="Folder or Hub name of the draft.")],
     target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: the one the draft names.")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Start without the draft, for comparison.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Start with plain generation, for comparison.")] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(help="Greatest length of a response in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 decodes greedily, above 0 samples.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus when sampling; default: the target's own.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Best tokens when sampling; default: the target's own.")] = None,
-    block_size: Annotated[
-        str | None, typer.Option(help="Slots to verify, or auto; default: as trained. 1 drafts nothing.")
+    top_p: Annotated[float | None, typer.Option(help="Nucleus of sampling; default: the target's own.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Number of best tokens to sample from; default: the target's own.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampled answers repeatable.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of target and draft: auto, bfloat16, float32.")] = "auto",
+    block_size: Annotated[
+        str | None, typer.Option(help="Slots to verify, or auto; default: as many as trained. 1 uses no draft.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed that makes sampled responses repeatable.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of target and draft: auto, bfloat16, float16 or float32.")
+    ] = "auto",
 ) -> None:
-    """Chat with a target; see the draft's tokens, tokens a second, acceptance length and speed-up as it answers."""
+    """Chat with a target, and see accepted draft tokens, tokens per second, acceptance length and speed-up."""
     from transformers import set_seed
     from transformers.utils import logging
 
@@ -49,13 +59,13 @@ def chat(
     from .chat_session import ChatSession
 
     if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {max_new_tokens} must be at least 1.")
+        raise ValueError(f"--max-new-tokens {max_new_tokens} must be at least 1. Pass a positive number.")
     if temperature < 0:
-        raise ValueError(f"--temperature {temperature} must be 0 (greedy) or above (sampling).")
+        raise ValueError(f"--temperature {temperature} must be 0 (greedy) or positive (sampling). Pass such a number.")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"--top-p {top_p} must be above 0 and at most 1.")
+        raise ValueError(f"--top-p {top_p} must be above 0 and at most 1. Pass such a number.")
     if top_k is not None and top_k < 1:
-        raise ValueError(f"--top-k {top_k} must be at least 1.")
+        raise ValueError(f"--top-k {top_k} must be at least 1. Pass a positive number.")
     sampling = {"top_p": top_p, "top_k": top_k}
     kwargs: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
@@ -64,7 +74,9 @@ def chat(
             **{name: value for name, value in sampling.items() if value is not None},
         }
     elif given := [f"--{name.replace('_', '-')}" for name, value in sampling.items() if value is not None]:
-        raise ValueError(f"{' and '.join(given)} need sampling. Pass --temperature above 0 too.")
+        raise ValueError(
+            f"{' and '.join(given)} need sampling, and --temperature is 0. Pass --temperature above 0, too."
+        )
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not is_terminal:
         logging.disable_progress_bar()
@@ -79,7 +91,7 @@ def chat(
         max_new_tokens=max_new_tokens,
         **kwargs,
     )
-    session.warm_up()  # what transformers warns of is shown by now, and would tear the display from here on
+    session.warm_up()  # warnings of transformers come by now; later ones would disturb the display
     logging.set_verbosity_error()
     if seed is not None:
         set_seed(seed)
@@ -92,29 +104,30 @@ def chat(
 
 
 def _parse_block_size(value: str | None) -> int | str | None:
+    """Convert the value of --block-size."""
     if value is None or value == "auto":
         return value
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"--block-size {value!r} must be a number of slots, or auto.") from None
+        raise ValueError(f"--block-size {value!r} must be a number of slots, or auto. Pass one of these.") from None
 
 
 def has_colour(console: Console) -> bool:
-    """Whether colours can be seen there: not with NO_COLOR or a dumb terminal."""
+    """Return whether a console shows colours, which it does not with NO_COLOR or as a dumb terminal."""
     return console.color_system is not None and not console.no_color
 
 
 def coloured(spans: list[Span], with_colour: bool) -> Text:
     """
-    Pieces of an answer as they are shown.
+    Format pieces of a response for the terminal.
 
     Args:
         spans (`list[Span]`): the pieces.
-        with_colour (`bool`): colours; otherwise marks around what was drafted.
+        with_colour (`bool`): mark drafted text with colours; otherwise with brackets.
 
     Returns:
-        `Text`: without control characters of the answer, which a terminal would obey.
+        `Text`: text without control characters, which a terminal would interpret.
     """
     text = Text()
     for span in spans:
@@ -128,42 +141,48 @@ def coloured(spans: list[Span], with_colour: bool) -> Text:
     return text
 
 
-class AnswerDisplay:
+class ResponseDisplay:
     """
-    Shows an answer while it grows, with a line of numbers below it.
+    Show a response while it is generated, with a line of measurements below it.
 
-    Full lines scroll up for good; the line being written and the numbers are drawn anew, at most 25 times a second. A
-    terminal that cannot move its cursor gets the text as it comes, and the numbers at the end.
+    Complete lines are printed once. The last line and the measurements are redrawn at most 25 times per second. A
+    terminal that cannot move its cursor gets the text in order, and the measurements at the end.
 
     Args:
-        console (`Console`): where.
-        session ([`ChatSession`]): makes the line of numbers.
+        console (`Console`): the terminal.
+        session ([`ChatSession`]): the session that describes the measurements.
     """
 
     def __init__(self, console: Console, session: ChatSession) -> None:
         self.console, self.session = console, session
         self.with_colour = has_colour(console)
         self.can_redraw = console.is_terminal and not console.is_dumb_terminal
-        self.answer: Answer | None = None
+        self.response: Response | None = None
         self.line = Text()
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._next_refresh = 0.0
 
-    def __enter__(self) -> AnswerDisplay:
+    def __enter__(self) -> ResponseDisplay:
         if self.can_redraw:
             self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self.can_redraw:
-            self._live.stop()  # takes the unfinished line away, too
+            self._live.stop()  # this removes the last line, which is printed below
         self.console.print(self.line)
-        if self.answer is not None:
+        if self.response is not None:
             self.console.print(self._numbers())
 
-    def show(self, answer: Answer, spans: list[Span]) -> None:
-        """Add pieces of the answer."""
-        self.answer = answer
+    def show(self, response: Response, spans: list[Span]) -> None:
+        """
+        Add pieces of the response.
+
+        Args:
+            response ([`Response`]): the response so far.
+            spans (`list[Span]`): its new pieces.
+        """
+        self.response = response
         piece = coloured(spans, self.with_colour)
         if not self.can_redraw:
             self.console.print(piece, end="", soft_wrap=True)
@@ -176,20 +195,21 @@ class AnswerDisplay:
             numbers = self._numbers()
             numbers.no_wrap, numbers.overflow = True, "ellipsis"
             self._live.update(Group(self.line, numbers), refresh=not full_lines)
-        if full_lines:  # printing them draws what is below anew
+        if full_lines:  # this redraws the lines below
             self.console.print(Text("\n").join(full_lines))
 
     def _numbers(self) -> Text:
-        return Text("" if self.answer is None else self.session.describe_answer(self.answer), style="dim")
+        """Describe the measurements of the response."""
+        return Text("" if self.response is None else self.session.describe_response(self.response), style="dim")
 
 
 @contextlib.contextmanager
 def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
     """
-    Inside the context the first Ctrl-C is only noted, and the next one raises `KeyboardInterrupt`.
+    Record the first Ctrl-C inside the context, and raise `KeyboardInterrupt` at the next one.
 
     Yields:
-        `Callable`: whether Ctrl-C was pressed.
+        `Callable`: returns whether Ctrl-C was pressed.
     """
     presses: list[int] = []
 
@@ -207,7 +227,7 @@ def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def without_echo() -> Iterator[None]:
-    """Inside the context keys do not show, which would tear the display; the next line read begins with them."""
+    """Do not show typed keys inside the context, since they would disturb the display. They are read afterwards."""
     try:
         import termios
     except ImportError:  # on Windows
@@ -225,6 +245,7 @@ def without_echo() -> Iterator[None]:
 
 
 def _greet(console: Console, session: ChatSession) -> None:
+    """Print the pair, the legend of the colours, and the commands."""
     from .chat_session import Span
 
     names = f"target {session.target.name_or_path}, draft {session.draft.name_or_path}"
@@ -235,13 +256,13 @@ def _greet(console: Console, session: ChatSession) -> None:
 
 
 def _obey(session: ChatSession, line: str) -> list[str] | None:
-    """Carry out a command and return what to say about it; `None` to leave."""
+    """Execute a command, and return lines to print, or `None` to leave the program."""
     match line.split():
         case ["/quit" | "/exit"]:
             return None
         case ["/reset"]:
             session.reset()
-            return ["The conversation starts afresh."]
+            return ["A new conversation starts."]
         case ["/plain", "on" | "off" as state]:
             session.is_plain = state == "on"
             return ["Plain decoding." if session.is_plain else "Decoding with the draft."]
@@ -249,19 +270,22 @@ def _obey(session: ChatSession, line: str) -> list[str] | None:
             return session.describe_all()
         case ["/help"]:
             return [COMMANDS]
-    return [f"{line.split()[0]!r} is no command as it stands. {COMMANDS} A space before the slash makes it a line."]
+    return [
+        f"{line.split()[0]!r} is not a valid command. {COMMANDS} Type a space before the slash to send the line as a "
+        "message."
+    ]
 
 
 def converse(session: ChatSession, console: Console) -> None:
     """
-    Talk with the user until they leave.
+    Answer the user in a terminal until they leave.
 
     Args:
         session ([`ChatSession`]): the conversation.
         console (`Console`): the terminal.
     """
     with contextlib.suppress(ImportError):  # not on Windows
-        importlib.import_module("readline")  # gives `input` its editing, its history and lines of any length
+        importlib.import_module("readline")  # adds editing, history and long lines to `input`
     while True:
         try:
             line = input("> ")
@@ -281,18 +305,21 @@ def converse(session: ChatSession, console: Console) -> None:
                 console.print(Text(reply, style="dim"))
             continue
         try:
-            with stopped_by_ctrl_c() as is_stopped, without_echo(), AnswerDisplay(console, session) as display:
+            with stopped_by_ctrl_c() as is_stopped, without_echo(), ResponseDisplay(console, session) as display:
                 session.answer(line, display.show, is_stopped)
         except KeyboardInterrupt:
-            continue  # pressed again: the answer ended at once
-        except (ValueError, RuntimeError) as error:  # a line too long, or memory that ran out: the next may do
+            continue  # the second Ctrl-C ended the response at once
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # the message was too long, or memory ran out; a shorter one can succeed
             message = " ".join(str(error).split())
             console.print(Text("Error: ", style="bold red") + Text(message), soft_wrap=True)
 
 
 def answer_lines(session: ChatSession) -> None:
     """
-    Answer each line of the standard input on the standard output, as it is; numbers go to the standard error.
+    Answer each line of the standard input on the standard output, and print measurements to the standard error.
 
     Args:
         session ([`ChatSession`]): the conversation.
@@ -302,7 +329,7 @@ def answer_lines(session: ChatSession) -> None:
         if reconfigure is not None:
             reconfigure(errors="replace")
 
-    def show(answer: Answer, spans: list[Span]) -> None:
+    def show(response: Response, spans: list[Span]) -> None:
         print("".join(span.text for span in spans), end="", flush=True)
 
     for line in sys.stdin:
@@ -314,8 +341,8 @@ def answer_lines(session: ChatSession) -> None:
             if replies is None:
                 return
         else:
-            answer = session.answer(question, show)
+            response = session.answer(question, show)
             print(flush=True)
-            replies = [session.describe_answer(answer)]
+            replies = [session.describe_response(response)]
         for reply in replies:
             print(reply, file=sys.stderr, flush=True)

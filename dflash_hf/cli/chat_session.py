@@ -1,4 +1,4 @@
-"""A conversation with a target and its draft: what is said, which tokens the draft got right, and how fast it went."""
+"""A conversation with a target and its draft, with the tokens that the draft proposed and the speed of generation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..blocks.metrics import AcceptanceRecord
 from ..data.chat_template import chat_inputs
 from ..data.detokenize import IncrementalDetokenizer
 from ..decoding.generate import speculative_generate
@@ -21,17 +22,17 @@ from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
 
 WARM_UP_TOKENS = 24
-WARM_UP_S = 5.0  # a slow target measures fewer tokens
+WARM_UP_S = 5.0  # with a slow target the warm-up ends before all its tokens
 
 
 @dataclass(frozen=True)
 class Span:
     """
-    A piece of an answer.
+    A piece of a response.
 
     Args:
-        text (`str`): not empty.
-        is_drafted (`bool`): the draft proposed every token of it, and the target accepted them.
+        text (`str`): text of the piece, which is not empty.
+        is_drafted (`bool`): the draft proposed every token of the piece, and the target accepted them.
     """
 
     text: str
@@ -40,16 +41,13 @@ class Span:
 
 class TokenText:
     """
-    Text of tokens that come one after another.
-
-    Bytes that are not a whole character yet are held back. Each step decodes the last few tokens alone, so the cost of
-    a token does not grow with the text.
+    Decode tokens incrementally into spans of drafted and other text.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): of the target. Special tokens have no text.
+        tokenizer (`PreTrainedTokenizerBase`): the target's tokenizer. Special tokens have no text.
 
     Attributes:
-        text (`str`): everything given so far.
+        text (`str`): the text that was returned so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -62,11 +60,11 @@ class TokenText:
         Add tokens.
 
         Args:
-            token_ids (`Iterable[int]`): in their order.
-            num_drafted (`int`): how many, from the first on, the draft proposed.
+            token_ids (`Iterable[int]`): new tokens.
+            num_drafted (`int`, defaults to 0): number of leading tokens that the draft proposed.
 
         Returns:
-            `list[Span]`: the characters that are complete now; neighbours differ in `is_drafted`.
+            `list[Span]`: the characters that are complete now. Adjacent spans differ in `is_drafted`.
         """
         spans: list[Span] = []
         for index, token_id in enumerate(token_ids):
@@ -87,6 +85,7 @@ class TokenText:
         return spans
 
     def _give(self, spans: list[Span], text: str, is_drafted: bool) -> None:
+        """Append text to the spans, and join it with the last span if both are drafted or both are not."""
         self.text += text
         if spans and spans[-1].is_drafted == is_drafted:
             text = spans.pop().text + text
@@ -94,74 +93,96 @@ class TokenText:
 
 
 @dataclass
-class Answer:
+class Response:
     """
-    One answer, while it is written and after.
+    One response, while it is generated and afterwards.
 
     Args:
-        is_plain (`bool`): written without the draft.
+        is_plain (`bool`): generated without the draft.
         token_ids (`list[int]`): new tokens, the end token included.
-        committed (`list[int]`): tokens of each pass of the target, that of the prompt included.
-        is_stopped (`bool`): the user stopped it.
-        start, first, last (`float`): clock in seconds at the call, after the prompt's pass and after the latest one.
+        committed (`list[int]`): tokens that each pass of the target committed, the prefill included.
+        verified (`list[int]`): drafted tokens that each pass verified; 0 for a pass without a draft.
+        is_stopped (`bool`): the user stopped the generation.
+        start, first, last (`float`): clock in seconds at the call, after the prefill and after the latest pass.
     """
 
     is_plain: bool
     token_ids: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
     is_stopped: bool = False
     start: float = field(default_factory=time.perf_counter)
     first: float = float("nan")
     last: float = float("nan")
 
-    def record(self, token_ids: list[int]) -> None:
-        """Add what a pass committed."""
+    def record(self, token_ids: list[int], num_verified: int = 0) -> None:
+        """
+        Add a pass of the target.
+
+        Args:
+            token_ids (`list[int]`): tokens that the pass committed.
+            num_verified (`int`, defaults to 0): drafted tokens that it verified.
+        """
         self.last = time.perf_counter()
         if not self.committed:
             self.first = self.last
         self.token_ids += token_ids
         self.committed.append(len(token_ids))
+        self.verified.append(num_verified)
 
 
 @dataclass
 class Speed:
     """
-    Decoding of one or more answers, each counted from its first token on, so that reading the prompts is left out.
+    Speed and acceptance of one or more responses, each counted from its first token on, without the prefill.
 
     Args:
-        num_tokens (`int`): tokens after the first one of each answer.
-        num_passes (`int`): passes of the target that gave them.
-        seconds (`float`): wall time of it.
+        num_tokens (`int`): tokens after the first one of each response.
+        seconds (`float`): wall time in which they were generated.
+        acceptance ([`AcceptanceRecord`]): the verify passes with a draft.
     """
 
     num_tokens: int = 0
-    num_passes: int = 0
     seconds: float = 0.0
+    acceptance: AcceptanceRecord = field(default_factory=AcceptanceRecord)
 
     @classmethod
-    def of(cls, answer: Answer) -> Speed:
-        """Of one answer; zero before its second pass."""
-        if len(answer.committed) < 2:
+    def of(cls, response: Response) -> Speed:
+        """
+        Measure one response.
+
+        Args:
+            response ([`Response`]): the response.
+
+        Returns:
+            [`Speed`]: empty before the second pass of the target.
+        """
+        if len(response.committed) < 2:
             return cls()
-        return cls(sum(answer.committed[1:]), len(answer.committed) - 1, answer.last - answer.first)
+        drafted = [each for each in zip(response.committed, response.verified, strict=True) if each[1]]
+        acceptance = AcceptanceRecord.of([each[0] for each in drafted], [each[1] for each in drafted], block_size=1)
+        return cls(sum(response.committed[1:]), response.last - response.first, acceptance)
 
     def __add__(self, other: Speed) -> Speed:
+        """Combine two measurements."""
         return Speed(
-            self.num_tokens + other.num_tokens, self.num_passes + other.num_passes, self.seconds + other.seconds
+            self.num_tokens + other.num_tokens, self.seconds + other.seconds, self.acceptance + other.acceptance
         )
 
     @property
     def tokens_per_s(self) -> float | None:
-        """`float`, *optional*: `None` if nothing was measured."""
+        """`float` or `None`: tokens per second; `None` if nothing was measured."""
         return self.num_tokens / self.seconds if self.seconds > 0 else None
 
     @property
-    def accept_len(self) -> float | None:
-        """`float`, *optional*: tokens a pass of the target, a pass that verified no draft included; `None` if none."""
-        return self.num_tokens / self.num_passes if self.num_passes else None
+    def acceptance_length(self) -> float | None:
+        """`float` or `None`: acceptance length; `None` if no pass had a draft."""
+        return self.acceptance.acceptance_length
 
 
 class _StopWhenAsked(StoppingCriteria):
+    """Stop when a function says so."""
+
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         self.is_asked = is_asked
 
@@ -171,7 +192,7 @@ class _StopWhenAsked(StoppingCriteria):
 
 
 class _TokenStreamer(BaseStreamer):
-    """Hands the tokens of plain generation on as they come, without the prompt."""
+    """Pass the tokens of plain generation on, without the prompt."""
 
     def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
         self.on_tokens = on_tokens
@@ -183,27 +204,28 @@ class _TokenStreamer(BaseStreamer):
         self._is_prompt = False
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, since no token is held back."""
 
 
 def never() -> bool:
-    """Nobody stops an answer."""
+    """Never stop a response."""
     return False
 
 
 class ChatSession:
     """
-    A conversation, answered with the draft or without it.
+    A conversation that is answered with the draft or without it.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]), tokenizer (`PreTrainedTokenizerBase`): the pair.
         system (`str`, *optional*): system message.
-        block_size (`int` or `"auto"`, *optional*): slots to verify; see [`speculative_generate`].
-        is_plain (`bool`, defaults to `False`): answer without the draft; may be changed at any time.
-        **generate_kwargs: for `generate`, `max_new_tokens` among them.
+        block_size (`int` or `"auto"`, *optional*): slots to verify, see [`speculative_generate`].
+        is_plain (`bool`, defaults to `False`): answer without the draft. The attribute may be changed at any time.
+        max_new_tokens (`int`, defaults to 512): greatest length of a response in tokens.
+        **generate_kwargs: further arguments of `generate`.
 
     Attributes:
-        messages (`list[dict]`): what was said, with `role` and `content`.
+        messages (`list[dict]`): the conversation, each message with `role` and `content`.
     """
 
     def __init__(
@@ -226,16 +248,16 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation; what was measured stays."""
+        """Start a new conversation. Measurements are kept."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self._cache: Any = None
 
     def warm_up(self) -> None:
         """
-        Run both ways of decoding once, and measure the plain one for a first comparison.
+        Generate once with the draft and once without it, and measure plain generation as a first baseline.
 
-        Its steps are all alike, so the median one counts for each: what else runs on the machine in these few seconds
-        must not make the draft look better than it is.
+        All steps of plain generation cost the same, so the baseline is the median step. Otherwise another program that
+        uses the machine during the warm-up would increase the speed-up that is shown.
         """
         inputs = chat_inputs(self.tokenizer, "Hello", self.target.device, self.draft.config.chat_template_kwargs)
         length = {"max_new_tokens": WARM_UP_TOKENS, "min_new_tokens": WARM_UP_TOKENS, "max_time": WARM_UP_S}
@@ -245,85 +267,87 @@ class ChatSession:
         self._cache = None
         steps = [after - before for before, after in itertools.pairwise(times)]
         if steps:
-            self.warm_up_speed = Speed(len(steps), len(steps), len(steps) * statistics.median(steps))
+            self.warm_up_speed = Speed(len(steps), len(steps) * statistics.median(steps))
 
     def answer(
         self,
         question: str,
-        show: Callable[[Answer, list[Span]], None],
+        show: Callable[[Response, list[Span]], None],
         is_stopped: Callable[[], bool] = never,
-    ) -> Answer:
+    ) -> Response:
         """
-        Answer the user, and add both to the conversation.
+        Answer a message, and add message and response to the conversation.
 
         Args:
-            question (`str`): what the user says.
-            show (`Callable`): called with the answer so far and its new pieces, after every pass of the target.
-            is_stopped (`Callable`): asked after every pass; `True` ends the answer, and what there is of it stays.
+            question (`str`): the user message.
+            show (`Callable`): called after every pass of the target with the response so far and its new pieces.
+            is_stopped (`Callable`, *optional*): called after every pass. `True` ends the response, and its tokens so
+                far are kept.
 
         Returns:
-            [`Answer`]
+            [`Response`]
 
         Raises:
-            ValueError: the conversation is longer than the target's context, or its chat template refuses it. Nothing
-                is added to the conversation then.
-            KeyboardInterrupt: raised meanwhile; what there is of the answer stays.
+            ValueError: the conversation is longer than the target's context, or the chat template refuses it. Nothing
+                is added to the conversation in this case.
+            KeyboardInterrupt: raised during generation. The tokens so far are kept.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         inputs = chat_inputs(self.tokenizer, messages, self.target.device, self.draft.config.chat_template_kwargs)
         room = self._room(inputs["input_ids"].shape[1])
-        answer, text = Answer(self.is_plain), TokenText(self.tokenizer)
+        response, text = Response(self.is_plain), TokenText(self.tokenizer)
 
         def on_pass(verify_pass: VerifyPass) -> None:
             (token_ids,), (num_drafted,) = verify_pass.token_ids, verify_pass.num_drafted
-            answer.record(token_ids)
-            show(answer, text.put(token_ids, num_drafted))
+            response.record(token_ids, verify_pass.num_verified)
+            show(response, text.put(token_ids, num_drafted))
 
         try:
             self._generate(
                 inputs,
-                answer.is_plain,
+                response.is_plain,
                 on_pass,
                 max_new_tokens=min(self.max_new_tokens, room),
                 stopping_criteria=StoppingCriteriaList([_StopWhenAsked(is_stopped)]),
             )
-            answer.is_stopped = is_stopped()
+            response.is_stopped = is_stopped()
         except KeyboardInterrupt:
-            answer.is_stopped = True
+            response.is_stopped = True
             raise
         finally:
-            if answer.token_ids:
+            if response.token_ids:
                 rest = text.end()
                 self.messages = [*messages, {"role": "assistant", "content": text.text}]
-                if answer.is_plain:
-                    self.plain_speed += Speed.of(answer)
+                if response.is_plain:
+                    self.plain_speed += Speed.of(response)
                 else:
-                    self.drafted_speed += Speed.of(answer)
-                show(answer, rest)
-        return answer
+                    self.drafted_speed += Speed.of(response)
+                show(response, rest)
+        return response
 
     def _room(self, num_tokens: int) -> int:
-        """How many tokens an answer can have before the target's context is full."""
+        """Return the number of tokens that still fit into the target's context."""
         longest = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is None:
             return self.max_new_tokens
         if num_tokens >= longest:
             raise ValueError(
-                f"The conversation has {num_tokens} tokens with this line, and {describe_target(self.target)} reads "
-                f"fewer than {longest}. Say it shorter, or start afresh with /reset."
+                f"The conversation has {num_tokens} tokens with this message, and {describe_target(self.target)} "
+                f"needs fewer than {longest}. Shorten the message, or start a new conversation with /reset."
             )
         return longest - num_tokens
 
     def _generate(
         self, inputs: dict[str, torch.Tensor], is_plain: bool, on_pass: Callable[[VerifyPass], None], **kwargs: Any
     ) -> None:
+        """Generate with the draft or without it, and call a function after every pass of the target."""
         kwargs = {**inputs, **self.generate_kwargs, **kwargs}
         if is_plain:
             streamer = _TokenStreamer(lambda token_ids: on_pass(VerifyPass([token_ids], [0], [0])))
             generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
             generate(**kwargs, streamer=streamer)
             return
-        # A call that is cut short leaves the cache in no known state, so it is put down only after the call.
+        # An interrupted call leaves the cache in an unknown state, so it is kept only after a complete call.
         cache, self._cache = self._cache, None
         if cache is not None:
             kwargs["cache"] = cache
@@ -331,8 +355,11 @@ class ChatSession:
         self._cache = output.cache
 
     def plain_tokens_per_s(self) -> tuple[float, str] | None:
-        """Measured speed of plain decoding, and over which tokens: the warm-up until plain answers have as many."""
-        speed, source = self.plain_speed, "tokens of plain answers"
+        """Return the tokens per second of plain generation and a description of the tokens that were measured.
+
+        These are the tokens of the warm-up until plain responses have as many.
+        """
+        speed, source = self.plain_speed, "tokens of plain responses"
         if speed.num_tokens < self.warm_up_speed.num_tokens:
             speed, source = self.warm_up_speed, "warm-up tokens"
         if speed.tokens_per_s is None:
@@ -341,11 +368,11 @@ class ChatSession:
 
     def describe_speed(self, speed: Speed, is_plain: bool) -> str:
         """
-        Tokens a second, acceptance length and speed-up in one line. What was not measured is a dash.
+        Write tokens per second, acceptance length and speed-up in one line, with a dash for what was not measured.
 
         Args:
-            speed ([`Speed`]): of an answer, or of several.
-            is_plain (`bool`): they were written without the draft.
+            speed ([`Speed`]): speed of one or more responses.
+            is_plain (`bool`): they were generated without the draft.
 
         Returns:
             `str`
@@ -353,28 +380,32 @@ class ChatSession:
         rate = f"{_number(speed.tokens_per_s, '.1f')} tokens/s"
         if is_plain:
             return f"{rate} · plain decoding"
-        accept_len = f"acceptance length {_number(speed.accept_len, '.2f')} of {self.draft.config.block_size}"
+        length = f"acceptance length {_number(speed.acceptance_length, '.2f')} of {self.draft.config.block_size}"
         plain = self.plain_tokens_per_s()
         if plain is None:
-            return f"{rate} · {accept_len} · speed-up — (plain decoding is not measured)"
+            return f"{rate} · {length} · speed-up — (plain decoding was not measured)"
         ratio = None if speed.tokens_per_s is None else speed.tokens_per_s / plain[0]
-        return f"{rate} · {accept_len} · {_number(ratio, '.2f')}× plain ({plain[0]:.1f} tokens/s over {plain[1]})"
+        return f"{rate} · {length} · {_number(ratio, '.2f')}× plain ({plain[0]:.1f} tokens/s over {plain[1]})"
 
-    def describe_answer(self, answer: Answer) -> str:
-        """The line of [`~ChatSession.describe_speed`] for one answer, with its length."""
-        stopped = " · stopped" if answer.is_stopped else ""
-        tokens = f"{len(answer.token_ids)} tokens"
-        return f"{tokens} · {self.describe_speed(Speed.of(answer), answer.is_plain)}{stopped}"
+    def describe_response(self, response: Response) -> str:
+        """Write the length of a response and the line of [`~ChatSession.describe_speed`]."""
+        stopped = " · stopped" if response.is_stopped else ""
+        tokens = f"{len(response.token_ids)} tokens"
+        return f"{tokens} · {self.describe_speed(Speed.of(response), response.is_plain)}{stopped}"
 
     def describe_all(self) -> list[str]:
-        """Lines on all that was answered and measured so far, in this conversation and those before."""
+        """Write lines about all measurements of this session, earlier conversations included."""
         kinds = (("draft", self.drafted_speed), ("plain", self.plain_speed), ("warm-up", self.warm_up_speed))
         lines = []
         for name, speed in kinds:
             line = self.describe_speed(speed, is_plain=name != "draft")
             lines.append(f"{name}: {speed.num_tokens} tokens in {speed.seconds:.1f} s · {line}")
-        return [*lines, "Counted and timed from the second token of each answer on: reading the prompt is left out."]
+        return [
+            *lines,
+            "Tokens and seconds are counted from the second token of each response on, without the prefill.",
+        ]
 
 
 def _number(value: float | None, form: str) -> str:
+    """Format a number, or a dash if there is none."""
     return "—" if value is None else format(value, form)

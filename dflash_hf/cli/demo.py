@@ -1,4 +1,4 @@
-"""`dflash-hf demo`: train a draft for a real chat model and see it answer faster."""
+"""`dflash-hf demo`: train a draft for a real chat model, and compare generation with and without it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ..regeneration.requests import SamplingParameters
 
 if TYPE_CHECKING:
     import datasets
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..evaluation.compare import Comparison, Summary
@@ -27,13 +28,21 @@ if TYPE_CHECKING:
     from ..training.arguments import DFlashTrainingArguments
 
 DATA = files("dflash_hf") / "demo_data"
-ANSWERS_FOR_ANOTHER_TARGET = 256
+PROMPTS_FOR_ANOTHER_TARGET = 256
 EVAL_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a demo learns from, and what it is asked: `rows` is a folder of answers, `questions` a file."""
+    """
+    Training rows and held-out questions of a demo.
+
+    Args:
+        folder (`str`): default output folder.
+        rows (`str`): folder of the training rows in the package.
+        questions (`str`): file of the held-out questions in the package.
+        rows_description, questions_description (`str`): descriptions of both for the model card.
+    """
 
     folder: str
     rows: str
@@ -54,21 +63,27 @@ def demo(
     target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: SmolLM2-135M-Instruct.")] = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option(help="Draft, card, picture and checkpoints go here; default: dflash-demo or dflash-demo-code."),
+        typer.Option(
+            help="Folder for draft, model card, figure and checkpoints; default: dflash-demo or dflash-demo-code."
+        ),
     ] = None,
-    task: Annotated[str, typer.Option(help="What the draft learns and is asked: maths or code.")] = "maths",
-    minutes: Annotated[float, typer.Option(help="Training time; the rest comes on top.")] = 5.0,
-    questions: Annotated[int, typer.Option(help="Held-out questions to answer, 1 to 64.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 160,
-    draft_layers: Annotated[int, typer.Option(help="Layers of the draft.")] = 3,
-    block_size: Annotated[int, typer.Option(help="Slots a block, the anchor included.")] = 6,
-    anchors: Annotated[int, typer.Option(help="Blocks trained in each row and step.")] = 32,
-    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
+    task: Annotated[
+        str, typer.Option(help="Subject of the training rows and of the questions: maths or code.")
+    ] = "maths",
+    minutes: Annotated[
+        float, typer.Option(help="Minutes of training. Preparation and measurement take additional time.")
+    ] = 5.0,
+    questions: Annotated[int, typer.Option(help="Number of held-out questions to answer, 1 to 64.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Greatest length of a response in tokens.")] = 160,
+    draft_layers: Annotated[int, typer.Option(help="Number of layers of the draft.")] = 3,
+    block_size: Annotated[int, typer.Option(help="Slots per block, the anchor included.")] = 6,
+    anchors: Annotated[int, typer.Option(help="Blocks that are trained per row and step.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate of Muon.")] = 4e-3,
-    rows: Annotated[int, typer.Option(help="Learn from at most this many answers.")] = 768,
-    retrain: Annotated[bool, typer.Option("--retrain", help="Train anew although a draft is there.")] = False,
+    rows: Annotated[int, typer.Option(help="Greatest number of training rows.")] = 768,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Train again although the folder has a draft.")] = False,
 ) -> None:
-    """Train a draft for a real chat model in a few minutes and compare its answers with and without it."""
+    """Train a draft for a chat model in a few minutes, and compare generation with and without it."""
     import torch
     from torch import nn
     from transformers import set_seed
@@ -85,15 +100,15 @@ def demo(
 
     console = Console()
     if minutes <= 0:
-        raise ValueError(f"--minutes {minutes} must be positive.")
+        raise ValueError(f"--minutes {minutes} must be positive. Pass a number above 0.")
     if task not in TASKS:
-        raise ValueError(f"--task {task!r} must be one of {', '.join(TASKS)}.")
+        raise ValueError(f"--task {task!r} is not known. Pass one of {', '.join(TASKS)}.")
     data, output_dir = TASKS[task], output_dir or Path(TASKS[task].folder)
     heldout = read_prompts(str(DATA / data.questions))
     if rows < 1:
-        raise ValueError(f"--rows {rows} must be at least 1.")
+        raise ValueError(f"--rows {rows} must be at least 1. Pass a positive number.")
     if not 1 <= questions <= len(heldout):
-        raise ValueError(f"--questions {questions} must be 1 to {len(heldout)}.")
+        raise ValueError(f"--questions {questions} must be 1 to {len(heldout)}. Pass such a number.")
     output_dir.mkdir(parents=True, exist_ok=True)
     logging.set_verbosity_error()
 
@@ -101,17 +116,17 @@ def demo(
     folder = target or str(prepare_demo_target())
     model, tokenizer = load_target(folder, torch.bfloat16)
     name = target or DEMO_TARGET.name
-    console.print(f"{name}, {model.num_parameters() / 1e6:.0f} M parameters, bf16, on {model.device}")
+    console.print(f"{name}, {model.num_parameters() / 1e6:.0f} M parameters, bfloat16, on {model.device}")
 
     console.rule("[bold]2 · draft")
     draft_dir = output_dir / "draft"
     if retrain or not ((draft_dir / "model.safetensors").is_file() and (draft_dir / FACTS_NAME).is_file()):
         if retrain:
             shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
-        answers = load_rows(str(DATA / data.rows), None, "train")
+        responses = load_rows(str(DATA / data.rows), None, "train")
         if target is not None:
-            answers = _own_answers(model, tokenizer, answers, output_dir / f"answers-{task}", console)
-        answers = answers.shuffle(seed=0)  # short answers are written before long ones
+            responses = _regenerate(model, tokenizer, responses, output_dir / f"answers-{task}", console)
+        responses = responses.shuffle(seed=0)  # regeneration writes short responses before long ones
         args = DFlashTrainingArguments(
             output_dir=str(output_dir / "checkpoints"),
             max_train_minutes=minutes,
@@ -135,26 +150,28 @@ def demo(
         draft = DFlashDraftModel.from_target(
             model, tokenizer=tokenizer, num_hidden_layers=draft_layers, block_size=block_size
         )
-        rows_used = answers.take(min(rows + EVAL_ROWS, len(answers)))
+        rows_used = responses.take(min(rows + EVAL_ROWS, len(responses)))
         card = _train(draft, model, tokenizer, rows_used, args, console)
         draft.save_pretrained(draft_dir)
         write_model_card(draft_dir, card)
     else:
-        learned = DraftCard.from_folder(draft_dir).training_data or "rows that its card does not name"
-        console.print(f"Using the draft in {draft_dir}, which learned from {learned} (--retrain makes a new one).")
+        learned = DraftCard.from_folder(draft_dir).training_data or "rows that its card does not describe"
+        console.print(f"Using the draft in {draft_dir}, which was trained on {learned} (--retrain trains a new one).")
 
     console.rule("[bold]3 · with and without the draft")
     draft = DFlashDraftModel.from_pretrained(draft_dir, dtype=model.dtype, target=model)
     nn.Module.to(draft, model.device)
     pairs = compare_on_prompts(model, draft, tokenizer, heldout[:questions], max_new_tokens=max_new_tokens)
-    comparisons = list(track(pairs, total=questions, description="answering twice", console=console))
+    comparisons = list(
+        track(pairs, total=questions, description="answering without and with the draft", console=console)
+    )
     summary = summarize_comparisons(comparisons, draft.config.block_size)
-    _show(summary, comparisons[0], tokenizer, console)
+    _show(summary, comparisons[0], tokenizer, model.dtype, console)
     questions_asked = f"{questions} {data.questions_description}"
     _save(
         output_dir, draft_dir, summary, comparisons, None if target else name, questions_asked, max_new_tokens, console
     )
-    console.print(f"Draft, model card and picture: {draft_dir}. All numbers: {output_dir / 'results.json'}.")
+    console.print(f"Draft, model card and figure: {draft_dir}. All results: {output_dir / 'results.json'}.")
 
 
 def _train(
@@ -165,7 +182,7 @@ def _train(
     args: DFlashTrainingArguments,
     console: Console,
 ) -> DraftCard:
-    """Train the draft on all rows but the last, which are held out, and return what its card says so far."""
+    """Train the draft on all rows but the last 32, evaluate it on these, and return its model card."""
     from ..training.trainer import DFlashTrainer
     from .training_run import run_training
 
@@ -184,14 +201,14 @@ def _train(
     return trainer.draft_card()
 
 
-def _own_answers(
+def _regenerate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     bundled: datasets.Dataset,
     folder: Path,
     console: Console,
 ) -> datasets.Dataset:
-    """Rows with the prompts of the bundled ones, answered by another target: made once, and kept."""
+    """Let another target answer the prompts of the bundled rows. A later call reads the rows from the folder."""
     from ..data.loading import load_rows
     from ..regeneration.local import LocalBackend
     from ..regeneration.run import RegenerationSettings, regenerate_rows
@@ -199,8 +216,8 @@ def _own_answers(
 
     sampling = SamplingParameters()
     settings = RegenerationSettings(str(model.name_or_path), sampling=sampling)
-    prompts = bundled.take(min(ANSWERS_FOR_ANOTHER_TARGET, len(bundled))).select_columns("messages")
-    console.print(f"The target answers {len(prompts)} questions to learn from …")
+    prompts = bundled.take(min(PROMPTS_FOR_ANOTHER_TARGET, len(bundled))).select_columns("messages")
+    console.print(f"The target answers {len(prompts)} training prompts …")
     with RowShards(folder, asdict(settings)) as shards:
         steps = regenerate_rows(prompts, LocalBackend(model, tokenizer, sampling), shards, settings)
         with closing(steps):
@@ -209,21 +226,36 @@ def _own_answers(
     return load_rows(str(folder), None, "train")
 
 
-def _show(summary: Summary, first: Comparison, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+def _show(
+    summary: Summary, first: Comparison, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, console: Console
+) -> None:
+    """Print the results, and the first question with its response."""
     table = Table(title=f"{summary.num_prompts} held-out questions, greedy")
     table.add_column("")
     table.add_column("plain", justify="right")
     table.add_column("with the draft", justify="right")
     table.add_row("tokens/s", f"{summary.plain_tokens_per_s:.1f}", f"{summary.drafted_tokens_per_s:.1f}")
     table.add_row("speed-up (median of the questions)", "1.00×", f"{summary.speed_up:.2f}×")
-    table.add_row("acceptance length", "1.00", f"{summary.accept_len:.2f}")
+    table.add_row("acceptance length", "1.00", _form(summary.acceptance_length, "{:.2f}"))
     for slot, share in enumerate(summary.slot_acceptance, start=1):
-        table.add_row(f"  first {slot} drafted accepted", "", f"{share:.0%}")
+        table.add_row(f"  slots 1 … {slot} accepted" if slot > 1 else "  slot 1 accepted", "", _form(share, "{:.0%}"))
     table.add_row("identical answers", "", f"{summary.num_identical} of {summary.num_prompts}")
+    if summary.num_different:
+        table.add_row("differ first at a near-tie", "", f"{summary.num_near_ties} of {summary.num_different}")
+        table.caption = (
+            f"near-tie: in a plain forward pass of the target the two tokens' logits are at most "
+            f"{summary.near_tie_gap:g} below the best one, so that rounding in {str(dtype).removeprefix('torch.')} "
+            "decides between them"
+        )
     console.print(table)
     console.print(f"[bold]Question:[/] {first.prompt}", highlight=False)
-    answer = tokenizer.decode(first.drafted.token_ids, skip_special_tokens=True)
-    console.print(f"[bold]Answer:[/] {answer}", highlight=False)
+    response = tokenizer.decode(first.drafted.token_ids, skip_special_tokens=True)
+    console.print(f"[bold]Answer:[/] {response}", highlight=False)
+
+
+def _form(value: float | None, form: str) -> str:
+    """Format a number, or a dash if no pass was counted."""
+    return "–" if value is None else form.format(value)
 
 
 def _save(
@@ -236,6 +268,7 @@ def _save(
     max_new_tokens: int,
     console: Console,
 ) -> None:
+    """Write model card and results.json."""
     from ..hub.model_card import DraftCard, Protocol, write_model_card
     from ..provenance import environment
     from ..target.demo import DEMO_TARGET
@@ -246,8 +279,10 @@ def _save(
         temperature=0,
         max_new_tokens=max_new_tokens,
         dtype="bfloat16",
-        decoding="`dflash-hf demo`: batch 1, transformers' own loop; plain and drafted answers alternate",
-        target_weights=DEMO_TARGET.weights_in_words if base_model else "its own",
+        decoding="`dflash-hf demo`: batch 1, ",
+        target_weights=DEMO_TARGET.weights_in_words
+        if base_model
+        else "`speculative_generate` with its defaults; plain and drafted responses alternateits own",
         hardware=where["hardware"],
         software=where["software"],
     )
@@ -260,14 +295,11 @@ def _save(
     if base_model is not None:
         card = replace(card, target_id=base_model, target_folder=None)
     if not write_model_card(draft_dir, card):
-        console.print(f"{draft_dir / 'README.md'} is not one of ours as it stands, so it was kept.")
+        console.print(f"{draft_dir / 'README.md'} was edited or written by someone else, and is kept unchanged.")
     results = {
         "summary": summary.as_dict(),
         "environment": where,
         "training": {name: value for name, value in card.as_facts().items() if name not in ("measured", "protocol")},
-        "prompts": [
-            {**asdict(comparison), "speed_up": comparison.speed_up, "identical": comparison.is_identical}
-            for comparison in comparisons
-        ],
+        "prompts": [comparison.as_dict() for comparison in comparisons],
     }
     (output_dir / "results.json").write_text(json.dumps(results, indent=1))

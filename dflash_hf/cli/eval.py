@@ -1,7 +1,8 @@
-"""`dflash-hf eval`: acceptance, speed and exactness of a draft on prompt sets."""
+"""`dflash-hf eval`: measure acceptance, speed and identical responses of a draft on prompt sets."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from datetime import timedelta
 from pathlib import Path
@@ -21,57 +22,69 @@ if TYPE_CHECKING:
 DEFAULTS = SuiteSettings()
 BATCH_SIZES = ",".join(map(str, DEFAULTS.batch_sizes))
 TEMPERATURES = ",".join(format(value, "g") for value in DEFAULTS.temperatures)
-LONGEST_WAIT = timedelta(days=7)  # of a process for the slowest one
-PROMPTS, ANSWERS = "Prompts", "Answers"
+GREATEST_WAIT = timedelta(days=7)  # time for which a process waits for the slowest one
+PROMPTS, RESPONSES = "Prompts", "Responses"
 
 
 def evaluate(
     draft: Annotated[str, typer.Option(help="Folder or Hub name of the draft.")],
-    out: Annotated[Path, typer.Option(help="Folder of the results; a later run goes on there.")],
+    out: Annotated[Path, typer.Option(help="Folder of the results. An interrupted evaluation is resumed there.")],
     target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: the one the draft names.")] = None,
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="standard (the default), or one of its sets: gsm8k, math500, humaneval, mbpp, mt-bench. Repeatable.",
+            help="standard (the default), gsm8k, math500, humaneval, mbpp or mt-bench. May be repeated.",
             rich_help_panel=PROMPTS,
         ),
     ] = None,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="File of your own with turns, prompt or messages: a set. Repeatable.", rich_help_panel=PROMPTS
+            help="File with turns, prompt or messages in each row, which becomes a set. May be repeated.",
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
     prompts_folder: Annotated[
         Path | None,
-        typer.Option(help="Holds NAME.jsonl for each set of a suite; default: the Hub.", rich_help_panel=PROMPTS),
+        typer.Option(
+            help="Folder with a file NAME.jsonl for each set; default: the sets on the Hub.", rich_help_panel=PROMPTS
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts of a set, drawn at random.", rich_help_panel=PROMPTS)] = 128,
+    limit: Annotated[
+        int, typer.Option(help="Number of prompts per set, chosen at random.", rich_help_panel=PROMPTS)
+    ] = 128,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Longest answer in tokens.", rich_help_panel=ANSWERS)
+        int, typer.Option(help="Greatest length of a response in tokens.", rich_help_panel=RESPONSES)
     ] = DEFAULTS.max_new_tokens,
     temperatures: Annotated[
-        str, typer.Option(help="0 decodes greedily, above 0 samples.", rich_help_panel=ANSWERS)
+        str,
+        typer.Option(help="Temperatures to measure: 0 decodes greedily, above 0 samples.", rich_help_panel=RESPONSES),
     ] = TEMPERATURES,
     thinking: Annotated[
         str,
-        typer.Option(help="both, on or off, where the chat template has enable_thinking.", rich_help_panel=ANSWERS),
+        typer.Option(
+            help="enable_thinking of the chat template, if it has one: both, on or off.", rich_help_panel=RESPONSES
+        ),
     ] = THINKING[0],
     batch_sizes: Annotated[
-        str, typer.Option(help="Conversations decoded together.", rich_help_panel=ANSWERS)
+        str, typer.Option(help="Numbers of conversations to decode together.", rich_help_panel=RESPONSES)
     ] = BATCH_SIZES,
     block_size: Annotated[
-        str, typer.Option(help="Slots to verify: a number, 'trained' or 'auto'.", rich_help_panel=ANSWERS)
+        str, typer.Option(help="Slots to verify: a number, trained or auto.", rich_help_panel=RESPONSES)
     ] = "trained",
     tree_size: Annotated[
         int | None,
-        typer.Option(help="Verify trees of so many first and later choices instead.", rich_help_panel=ANSWERS),
+        typer.Option(help="Tokens to verify in trees, instead of a block.", rich_help_panel=RESPONSES),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of target and draft: auto, bfloat16, float16, float32.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.")] = DEFAULTS.seed,
-    card: Annotated[bool, typer.Option("--card", help="Write the results into the draft's model card, too.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of target and draft: auto, bfloat16, float16 or float32.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = DEFAULTS.seed,
+    card: Annotated[
+        bool, typer.Option("--card", help="Write the results into the model card of the draft, too.")
+    ] = False,
 ) -> None:
-    """Measure a draft on prompt sets, beside plain decoding. Run the same again after an interrupt: it goes on."""
+    """Compare a draft with plain generation on prompt sets. After an interruption, run the same command to resume."""
     import datasets
     import torch
     from accelerate import PartialState
@@ -87,8 +100,11 @@ def evaluate(
     from ..target.loading import load_target_of
 
     if card and not Path(draft).is_dir():
-        raise ValueError(f"--card writes into the folder of the draft, and --draft {draft!r} is none. Leave it out.")
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=LONGEST_WAIT)
+        raise ValueError(
+            f"--card writes into the folder of the draft, and --draft {draft!r} is not a folder. Pass a folder, or "
+            "leave --card out."
+        )
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=GREATEST_WAIT)
     console = Console(quiet=not state.is_main_process)
     if not console.is_terminal:
         console = Console(width=110, quiet=not state.is_main_process)
@@ -112,14 +128,14 @@ def evaluate(
     command = _command(*names, suites, prompts or [], prompts_folder, limit, settings, block_size, dtype, out)
 
     with SuiteJournal(out, suite_settings(evaluation, *names), state.process_index) as journal:
-        state.wait_for_everyone()  # all have read the same answers, and share out the same rest
+        state.wait_for_everyone()  # now all processes have read the same pairs and agree on the missing ones
         batches = evaluation.share(journal.pairs, state.process_index, state.num_processes)
         where = environment()
         console.print(
             f"{where['hardware']}; {where['software']}; target {journal.settings['target']}, "
             f"{journal.settings['dtype']}, on {model.device}; draft {journal.settings['draft']}, "
-            f"{pair.config.block_size} slots a block; {len(journal.pairs)} of {evaluation.num_pairs} answer pairs are "
-            "there",
+            f"{pair.config.block_size} slots per block; {len(journal.pairs)} of {evaluation.num_pairs} response "
+            "pairs exist",
             highlight=False,
             soft_wrap=True,
         )
@@ -135,31 +151,37 @@ def evaluate(
             _show(output, reason, out, console)
             if card and output.record["is_complete"]:
                 readme = Path(draft) / CARD_NAME
-                words = (
-                    "has them, too" if write_suite_card(draft, output, out) else "is not ours as it is, and is kept"
-                )
-                console.print(f"{readme} {words}.", highlight=False, soft_wrap=True)
+                if write_suite_card(draft, output, out):
+                    message = f"{readme} contains the results, too."
+                else:
+                    message = f"{readme} was edited or written by someone else, and is kept unchanged."
+                console.print(message, highlight=False, soft_wrap=True)
     if not is_whole:
         raise typer.Exit(INTERRUPTED)
 
 
 def _block_size(word: str) -> int | str | None:
+    """Convert the value of --block-size."""
     if word in ("trained", "auto"):
         return None if word == "trained" else word
     try:
         return int(word)
     except ValueError as error:
-        raise ValueError(f"--block-size {word!r} must be a number of slots, 'trained' or 'auto'.") from error
+        raise ValueError(
+            f"--block-size {word!r} must be a number of slots, 'trained' or 'auto'. Pass one of these."
+        ) from error
 
 
 def _run(
     evaluation: SuiteEvaluation, batches: list[Batch], journal: SuiteJournal, run: dict[str, object], console: Console
 ) -> bool:
-    """Answer and keep; False after Ctrl-C."""
+    """Decode and record the missing pairs, and return whether all were completed."""
+    from ..blocks.metrics import AcceptanceRecord
+
     if not batches:
         return True
     total = sum(batch.key(turn) not in journal.pairs for batch in batches for turn in range(batch.num_turns))
-    # no refreshing in the background: its thread would take time from what is measured
+    # a thread that refreshes the display would disturb the measurement
     live = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=12),
@@ -167,35 +189,36 @@ def _run(
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[words]}"),
+        TextColumn("{task.fields[status]}"),
         console=console,
         auto_refresh=False,
         transient=True,
     )
     journal.begin(run)
-    num_passes = num_committed = num_done = 0
+    acceptance, num_done = AcceptanceRecord(), 0
     try:
         with live:
-            task = live.add_task("", total=total, words="")
+            task = live.add_task("", total=total, status="")
 
-            def say(words: str) -> None:
-                live.update(task, description=words, refresh=True)
+            def show(description: str) -> None:
+                live.update(task, description=description, refresh=True)
 
-            for pair in evaluation.run(batches, journal.pairs, say):
+            for pair in evaluation.run(batches, journal.pairs, show):
                 journal.add(pair)
                 num_done += 1
-                num_passes += sum(map(len, pair.committed))
-                num_committed += sum(map(sum, pair.committed))
-                words = f"{num_committed / max(num_passes, 1):.2f} tokens a pass, last {pair.speed_up:.2f}×"
-                live.update(task, advance=1, words=words, refresh=True)
+                acceptance += AcceptanceRecord.of(itertools.chain(*pair.committed), block_size=1)
+                length = "–" if acceptance.acceptance_length is None else f"{acceptance.acceptance_length:.2f}"
+                status = f"acceptance length {length}, last speed-up {pair.speed_up:.2f}×"
+                live.update(task, advance=1, status=status, refresh=True)
                 if not console.is_terminal and num_done * 20 // total > (num_done - 1) * 20 // total:
-                    console.print(f"{num_done} of {total} answer pairs, {words}", highlight=False)  # a log file
+                    console.print(f"{num_done} of {total} response pairs, {status}", highlight=False)  # for a log file
     except KeyboardInterrupt:
         return False
     return True
 
 
 def _show(output: SuiteOutput, reason: str | None, out: Path, console: Console) -> None:
+    """Print the tables, and where the files are."""
     from ..evaluation.report import terminal_table
 
     for mean in output.means:
@@ -205,11 +228,11 @@ def _show(output: SuiteOutput, reason: str | None, out: Path, console: Console) 
         )
     if reason is not None:
         console.print(reason, highlight=False, markup=False)
-    console.print(f"Tables, numbers and pictures: {out}.", highlight=False, soft_wrap=True)
+    console.print(f"Tables, results and figures: {out}.", highlight=False, soft_wrap=True)
     if not output.record["is_complete"]:
         console.print(
-            f"[bold yellow]interrupted[/]: {output.record['num_pairs']} of {output.record['num_pairs_wanted']} answer "
-            "pairs are kept. The same command goes on.",
+            f"[bold yellow]Interrupted[/]: {output.record['num_pairs']} of {output.record['num_pairs_wanted']} "
+            "response pairs are saved. Run the same command to resume.",
             highlight=False,
         )
 
@@ -226,7 +249,7 @@ def _command(
     dtype: str,
     out: Path,
 ) -> str:
-    """The command that makes the same again, with names in place of paths."""
+    """Write the command that repeats the evaluation, with names instead of paths."""
     from ..provenance import target_label
 
     words = ["dflash-hf", "eval", "--target", target_label(target), "--draft", target_label(draft)]

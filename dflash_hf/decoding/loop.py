@@ -39,11 +39,14 @@ class VerifyPass:
         num_drafted (`list[int]`): how many of them, from the first on, the draft proposed; a token after these is the
             target's own.
         rows (`list[int]`): which rows of the batch these are.
+        num_verified (`int`, defaults to 0): drafted tokens that the pass verified along one path; 0 for the prefill
+            and for every other pass without a draft.
     """
 
     token_ids: list[list[int]]
     num_drafted: list[int]
     rows: list[int]
+    num_verified: int = 0
 
 
 @dataclass
@@ -460,6 +463,7 @@ class DecodingLoop:
                     [values[:count] for values, count in zip(on_host, counts, strict=True)],
                     [min(values[num_slots], count) for values, count in zip(on_host, counts, strict=True)],
                     list(self.rows),
+                    num_slots - 1,
                 )
             )
         if any(is_finished):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..evaluation.compare import Generation, generate_timed
+from ..evaluation.timed_generation import Generation, generate_timed
 from ..model.modeling_dflash import DFlashDraftModel
 from .checks import (
     check_activations,
@@ -118,7 +118,6 @@ class Examination:
                 self.target,
                 inputs,
                 self.draft,
-                own_loop=True,
                 max_new_tokens=self.max_new_tokens,
                 do_sample=False,
                 pad_token_id=self.tokenizer.pad_token_id,

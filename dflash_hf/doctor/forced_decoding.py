@@ -15,8 +15,8 @@ from ..blocks.losses import default_chunk_size
 from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
 from ..data.chat_template import chat_inputs
 from ..data.dataset import DFlashCollator
-from ..evaluation.compare import generate_timed
 from ..evaluation.simulate import accepted_at_every_anchor, serving_statistics
+from ..evaluation.timed_generation import generate_timed
 from ..model.modeling_dflash import DFlashDraftModel
 from ..target.hidden_states import target_hidden_states
 from .finding import FAULT, OK, SKIPPED, Finding

@@ -1,4 +1,4 @@
-"""Measurements of a draft beside plain decoding: comparisons, prompt suites, simulated decoding."""
+"""Measurements of a draft: comparison with plain generation, prompt suites, simulated decoding."""
 
 from typing import TYPE_CHECKING
 
@@ -6,13 +6,15 @@ from .. import lazy_exports
 
 __all__ = [
     "Comparison",
+    "FirstDifference",
     "Generation",
     "Summary",
     "chat_inputs",
     "committed_by_pass",
     "compare_on_prompts",
+    "first_difference",
     "generate_timed",
-    "generated_accept_len",
+    "generated_acceptance_length",
     "plain_forward",
     "summarize_comparisons",
     "timed",
@@ -22,32 +24,28 @@ if TYPE_CHECKING:
     from ..data.chat_template import chat_inputs
     from .compare import (
         Comparison,
-        Generation,
         Summary,
-        committed_by_pass,
         compare_on_prompts,
-        generate_timed,
-        generated_accept_len,
+        generated_acceptance_length,
         plain_forward,
         summarize_comparisons,
-        timed,
     )
+    from .near_ties import FirstDifference, first_difference
+    from .timed_generation import Generation, committed_by_pass, generate_timed, timed
 else:
     __getattr__ = lazy_exports(
         __name__,
         {
             ".compare": [
                 "Comparison",
-                "Generation",
                 "Summary",
-                "committed_by_pass",
                 "compare_on_prompts",
-                "generate_timed",
-                "generated_accept_len",
+                "generated_acceptance_length",
                 "plain_forward",
                 "summarize_comparisons",
-                "timed",
             ],
+            ".near_ties": ["FirstDifference", "first_difference"],
+            ".timed_generation": ["Generation", "committed_by_pass", "generate_timed", "timed"],
             "..data.chat_template": ["chat_inputs"],
         },
     )

@@ -1,4 +1,4 @@
-"""The part of a model card that says what `dflash-hf eval` measured."""
+"""The section of a model card with the results of `dflash-hf eval`."""
 
 from __future__ import annotations
 
@@ -9,39 +9,62 @@ from typing import Any
 from ..markdown import format_fact, inline_code, one_line, table_cell
 
 MISSING = "–"
+OLD_NAMES = {  # in card_facts.json of version 0.1.0
+    "num_answers": "num_responses",
+    "accept_len": "acceptance_length",
+    "accept_len_interval": "acceptance_length_interval",
+}
 
 
 @dataclass(frozen=True)
 class SuiteRow:
     """
-    One set in one setting, or the mean over the sets.
+    Results of one set in one setting, or the mean over the sets.
 
     Args:
-        title (`str`), setting (`str`): what, in words.
-        num_prompts, num_answers (`int`): conversations, and their turns.
-        accept_len (`float`, *optional*): tokens committed per verify pass, the bonus token included.
-        accept_len_interval (`Sequence[float]`, *optional*): its 95 % interval.
-        speed_up (`float`, *optional*): over plain decoding.
-        identical_share (`float`, *optional*): share of answers with plain decoding's tokens; greedy only.
+        title (`str`): title of the set.
+        setting (`str`): description of the setting.
+        num_prompts, num_responses (`int`): conversations, and their turns.
+        acceptance_length (`float`, *optional*): mean number of tokens that a verify pass with a draft committed, the
+            bonus token included.
+        acceptance_length_interval (`Sequence[float]`, *optional*): its 95 % interval.
+        speed_up (`float`, *optional*): speed-up over plain decoding.
+        identical_share (`float`, *optional*): share of greedy responses with the tokens of plain decoding.
     """
 
     title: str
     setting: str
     num_prompts: int
-    num_answers: int
-    accept_len: float | None
-    accept_len_interval: Sequence[float] | None
+    num_responses: int
+    acceptance_length: float | None
+    acceptance_length_interval: Sequence[float] | None
     speed_up: float | None
     identical_share: float | None
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SuiteRow:
+        """
+        Read a row of the facts of a card that this version or version 0.1.0 wrote.
+
+        Args:
+            values (`Mapping`): plain values.
+
+        Returns:
+            [`SuiteRow`]
+
+        Raises:
+            TypeError: a value is missing or unknown.
+        """
+        return cls(**{OLD_NAMES.get(name, name): value for name, value in values.items()})
+
     def cells(self) -> list[str]:
-        """Cells of a Markdown table."""
-        interval = self.accept_len_interval
-        turns = "" if self.num_prompts == self.num_answers else f" ({self.num_answers} turns)"
+        """Return the cells of the row in a Markdown table."""
+        interval = self.acceptance_length_interval
+        turns = "" if self.num_prompts == self.num_responses else f" ({self.num_responses} turns)"
         cells = [
             self.title,
             self.setting,
-            MISSING if self.accept_len is None else f"{self.accept_len:.2f}",
+            MISSING if self.acceptance_length is None else f"{self.acceptance_length:.2f}",
             MISSING if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}",
             MISSING if self.speed_up is None else f"{self.speed_up:.2f}×",
             MISSING if self.identical_share is None else f"{self.identical_share:.0%}",
@@ -56,16 +79,16 @@ class MeasuredSuite:
     Facts of an evaluation for a model card.
 
     Args:
-        rows (`Sequence[SuiteRow]`): sets and means, in their order.
-        command (`str`): that measured them, without paths.
+        rows (`Sequence[SuiteRow]`): sets and means, in the order of the table.
+        command (`str`): command that repeats the evaluation, without paths.
         block_size (`int`): slots of a block.
-        verified_slots (`str`): how many of them were verified, in words.
-        max_new_tokens (`int`): longest answer in tokens.
-        dtype (`str`): of target and draft.
-        seed (`int`): of the draws.
-        machines (`Sequence[str]`): hardware and software, in words.
-        note (`str`, *optional*): what a reader has to know beyond that.
-        pictures (`Mapping[str, str]`): file names beside the card, and what they show.
+        verified_slots (`str`): how many tokens were verified.
+        max_new_tokens (`int`): greatest length of a response in tokens.
+        dtype (`str`): dtype of target and draft.
+        seed (`int`): seed of sampling.
+        machines (`Sequence[str]`): descriptions of hardware and software.
+        note (`str`, *optional*): a warning to the reader.
+        pictures (`Mapping[str, str]`): file names of figures beside the card, and their captions.
     """
 
     rows: Sequence[SuiteRow]
@@ -81,19 +104,19 @@ class MeasuredSuite:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> MeasuredSuite:
-        """The inverse of [`~MeasuredSuite.as_facts`]."""
-        return cls(**{**facts, "rows": tuple(SuiteRow(**row) for row in facts["rows"])})
+        """Read what [`~MeasuredSuite.as_facts`] returned."""
+        return cls(**{**facts, "rows": tuple(SuiteRow.from_dict(row) for row in facts["rows"])})
 
     def as_facts(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def markdown(self, pictures: Collection[str] = ()) -> str:
         """
-        The section of the card below its heading.
+        Write the section of the card below its heading.
 
         Args:
-            pictures (`Collection[str]`): names of those pictures that are there.
+            pictures (`Collection[str]`): names of the figures that exist.
 
         Returns:
             `str`

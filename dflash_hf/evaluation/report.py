@@ -1,56 +1,61 @@
-"""Tables and pictures of an evaluation."""
+"""Tables of an evaluation for the terminal and for Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from ..markdown import inline_code, table_cell
-from .results import MacroMean, SetResult, Setting
+from .response_pairs import Setting
+from .results import MacroMean, SetResult
 
 MISSING = "–"
 MEAN_LABEL = "mean of sets"
 CONTENTION = (
-    "Several processes measured at the same time: where they share a machine, speeds and speed-ups are not to be "
-    "trusted (acceptance and exactness are). Measure speed with one process on a quiet machine."
+    "Several processes measured at the same time. If they shared a machine, speeds and speed-ups are not reliable, "
+    "while acceptance and identical responses are. Measure speed with one process on an idle machine."
 )
 DEFINITIONS = {
-    "answers": "turns of the prompts: a conversation of two turns has two answers.",
-    "new tokens": "of the answers with the draft.",
-    "acceptance length": "tokens committed per verify pass of the target, the target's own bonus token counted: 1 is "
-    "useless, the block size is perfect. Mean over all passes with a draft of a set, with the 95 % interval of a "
-    "bootstrap over conversations (1,000 resamples). The first token of an answer comes from the prompt's pass and "
-    "is not counted; a pass in which an answer ends counts what the answer took.",
-    "slots 1 … k": "share of the passes that verified slots 1 … k in which all of them were accepted.",
-    "tokens/s": "all new tokens over all seconds of generation, the prompt's pass (prefill) included.",
-    "speed-up": "median over the prompts (over the batches, if there are several rows) of tokens/s with the draft "
-    "divided by tokens/s without it, one right after the other; which comes first alternates.",
-    "identical": "greedy answers whose token ids are the same without and with the draft, in the dtype of the run. "
-    "Below fp32 two ways to compute the same logits round differently, and near-ties can fall either way. Not defined "
-    "for sampling (–): two draws differ, while their distribution is the same.",
-    "cut": "answers with the draft that ended at the longest length instead of an end token.",
-    MEAN_LABEL: "unweighted: every set counts alike (macro mean).",
+    "responses": "Turns of the prompts. A conversation of two turns has two responses.",
+    "new tokens": "Tokens of the responses with the draft.",
+    "acceptance length": "Mean number of tokens that a verify pass with a draft commits to one sequence. The bonus "
+    "token of the target counts, so 1 is useless and the block size is perfect. The mean is over all such passes of a "
+    "set; the 95 % interval is a bootstrap over conversations (1,000 resamples). Passes without a draft do not count, "
+    "the prefill among them, and neither do tokens past the end of a response.",
+    "slots 1 … k": "Share of the passes that verified slots 1 … k in which all of them were accepted.",
+    "tokens/s": "All new tokens divided by all seconds of generation, the prefill included.",
+    "speed-up": "Median over the prompts (over the batches, if batches have several sequences) of tokens/s with the "
+    "draft divided by tokens/s without it. Both are measured in direct succession, and the one that comes first "
+    "alternates.",
+    "identical": "Greedy responses with the same token ids without and with the draft, in the dtype of the run. Below "
+    "fp32 two ways to compute the same logits round differently, and a near-tie can be decided either way. Not "
+    "defined for sampling (–), where two samples differ although they have the same distribution.",
+    "truncated": "Responses with the draft that ended at the greatest length instead of an end token.",
+    MEAN_LABEL: "Unweighted: every set has the same weight (macro mean).",
 }
+_COLUMNS = (
+    *("set", "prompts", "acceptance length", "95\u00a0% interval", "plain tokens/s", "drafted tokens/s", "speed-up"),
+    *("identical", "truncated"),
+)
 
 
 def terminal_table(results: Sequence[SetResult], mean: MacroMean) -> Table:
     """
-    The numbers of one setting.
+    Make the table of one setting for the terminal.
 
     Args:
-        results (`Sequence[SetResult]`): of the setting.
-        mean ([`MacroMean`]): over them.
+        results (`Sequence[SetResult]`): results of the setting.
+        mean ([`MacroMean`]): mean over them.
 
     Returns:
         `rich.table.Table`
     """
     table = Table(
         title=mean.setting.label,
-        caption="acceptance length: tokens a verify pass commits, bonus token counted; speed-up: median",
+        caption="acceptance length: tokens per verify pass with a draft, bonus token included; speed-up: median",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
@@ -67,82 +72,80 @@ def terminal_table(results: Sequence[SetResult], mean: MacroMean) -> Table:
 
 def markdown_report(record: Mapping[str, Any], results: Sequence[SetResult], means: Sequence[MacroMean]) -> str:
     """
-    A Markdown file that can be read alone.
+    Write the report of an evaluation, with tables, definitions and a record of the run.
 
     Args:
-        record (`Mapping`): of a [`SuiteOutput`]: what was measured, where and how.
-        results (`Sequence[SetResult]`), means (`Sequence[MacroMean]`): the numbers.
+        record (`Mapping`): record of a [`SuiteOutput`], which says what was measured, where and how.
+        results (`Sequence[SetResult]`), means (`Sequence[MacroMean]`): results of the evaluation.
 
     Returns:
         `str`
     """
     parts = [f"# {inline_code(record['draft'])} on prompts for {inline_code(record['target'])}"]
     if not record["is_complete"]:
-        parts.append(
-            f"**Not complete**: {record['num_pairs']} of {record['num_pairs_wanted']} answer pairs are there."
-        )
+        parts.append(f"**Not complete**: {record['num_pairs']} of {record['num_pairs_wanted']} response pairs exist.")
     if record["is_contended"]:
         parts.append(f"**{CONTENTION}**")
     for mean in means:
         same = [result for result in results if result.setting == mean.setting]
         parts += [f"## {_heading(mean.setting)}", _main_table(same, mean), *_details(same, mean)]
-    parts += ["## What the numbers mean", _definitions(), "## How it was measured", _record_table(record)]
+    parts += ["## Definitions", _definitions(), "## Protocol", _record_table(record)]
     parts.append(f"```bash\n{record['command']}\n```")
     if record["pictures"]:
-        parts += ["## Pictures", *(f"![{words}]({name})" for name, words in record["pictures"].items())]
+        parts += ["## Figures", *(f"![{caption}]({name})" for name, caption in record["pictures"].items())]
     return "\n\n".join(parts) + "\n"
 
 
-_COLUMNS = (
-    *("set", "prompts", "acceptance length", "95\u00a0% interval", "plain tokens/s", "drafted tokens/s", "speed-up"),
-    *("identical", "cut"),
-)
-
-
 def _cells(result: SetResult) -> list[str]:
-    interval = result.accept_len_interval
-    same = MISSING if result.num_identical is None else f"{result.num_identical}/{result.num_answers}"
+    """Format a row of the main table."""
+    interval = result.acceptance_length_interval
+    same = MISSING if result.num_identical is None else f"{result.num_identical}/{result.num_responses}"
     return [
         result.title,
         str(result.num_prompts),
-        _form(result.accept_len),
+        _form(result.acceptance_length),
         f"{interval[0]:.2f}–{interval[1]:.2f}" if interval else MISSING,
         f"{result.plain_tokens_per_s:.1f}",
         f"{result.drafted_tokens_per_s:.1f}",
         f"{result.speed_up:.2f}×",
         same,
-        f"{result.num_cut}/{result.num_answers}",
+        f"{result.num_truncated}/{result.num_responses}",
     ]
 
 
 def _mean_cells(mean: MacroMean) -> list[str]:
+    """Format the row of the mean."""
     return [
         MEAN_LABEL,
         str(mean.num_prompts),
-        _form(mean.accept_len),
+        _form(mean.acceptance_length),
         MISSING,
         _form(mean.plain_tokens_per_s, "{:.1f}"),
         _form(mean.drafted_tokens_per_s, "{:.1f}"),
         _form(mean.speed_up, "{:.2f}×"),
         _form(mean.identical_share, "{:.0%}"),
-        f"{mean.num_cut}/{mean.num_answers}",
+        f"{mean.num_truncated}/{mean.num_responses}",
     ]
 
 
 def _with_counts(cells: Sequence[str], numbers: SetResult | MacroMean) -> list[str]:
-    return [*cells[:2], str(numbers.num_answers), f"{numbers.num_drafted_tokens:,}", *cells[2:]]
+    """Insert the columns that only the Markdown table has."""
+    return [*cells[:2], str(numbers.num_responses), f"{numbers.num_drafted_tokens:,}", *cells[2:]]
 
 
 def _form(value: float | None, form: str = "{:.2f}") -> str:
+    """Format a number, or a dash if there is none."""
     return MISSING if value is None else form.format(value)
 
 
 def _heading(setting: Setting) -> str:
+    """Write a setting with a capital letter."""
     return setting.label[0].upper() + setting.label[1:]
 
 
 def _main_table(results: Sequence[SetResult], mean: MacroMean) -> str:
-    head = [*_COLUMNS[:2], "answers", "new tokens", *_COLUMNS[2:]]
+    """Write the table of one setting."""
+    head = [*_COLUMNS[:2], "responses", "new tokens", *_COLUMNS[2:]]
     rows = [_with_counts(_cells(result), result) for result in results]
     if len(results) > 1:
         rows.append([f"**{cell}**" for cell in _with_counts(_mean_cells(mean), mean)])
@@ -150,7 +153,7 @@ def _main_table(results: Sequence[SetResult], mean: MacroMean) -> str:
 
 
 def _details(results: Sequence[SetResult], mean: MacroMean) -> list[str]:
-    """Tables of slots, of committed tokens and of positions."""
+    """Write the tables by slot, by committed tokens and by position."""
     slots = [f"{slot}" for slot in range(1, len(mean.slot_acceptance) + 1)]
     by_slot = [[result.title, *(_form(share, "{:.0%}") for share in result.slot_acceptance)] for result in results]
     counts = [f"{count}" for count in range(1, max(len(result.committed_histogram) for result in results) + 1)]
@@ -167,40 +170,43 @@ def _details(results: Sequence[SetResult], mean: MacroMean) -> list[str]:
     along = [
         [
             result.title,
-            *(f"{_form(each.accept_len)} ({each.num_passes})" for each in result.by_position),
+            *(f"{_form(each.acceptance_length)} ({each.num_passes})" for each in result.by_position),
             *[MISSING] * (len(positions) - len(result.by_position)),
         ]
         for result in results
     ]
     return [
-        "Passes that accepted all of slots 1 … k:",
+        "Share of the passes that accepted all of slots 1 … k:",
         markdown_table(["k", *slots], by_slot),
-        "Passes by the tokens they committed:",
+        "Share of the passes by the tokens that they committed:",
         markdown_table(["tokens", *counts], histogram),
-        "Acceptance length of the passes that began after so many tokens of the answer (number of passes):",
-        markdown_table(["tokens before", *positions], along),
+        "Acceptance length by the position in the response at which a pass began (number of passes in brackets):",
+        markdown_table(["position", *positions], along),
     ]
 
 
 def _share(count: int, total: int) -> str:
+    """Format a share in percent."""
     return f"{count / total:.0%}" if total else MISSING
 
 
 def _definitions() -> str:
-    return markdown_table(("name", "meaning"), [[name, words] for name, words in DEFINITIONS.items()])
+    """Write the table of definitions."""
+    return markdown_table(("name", "meaning"), [[name, meaning] for name, meaning in DEFINITIONS.items()])
 
 
 def _record_table(record: Mapping[str, Any]) -> str:
+    """Write the table that says what was measured, where and how."""
     rows = [
-        ["draft", f"{record['draft']}, {record['block_size']} slots a block (the anchor included)"],
+        ["draft", f"{record['draft']}, {record['block_size']} slots per block (the anchor included)"],
         ["slots verified", record["verified_slots"]],
         ["target", record["target"]],
         ["target revision", record["target_revision"] or "not recorded"],
         ["dtype", record["dtype"]],
-        ["longest answer", f"{record['max_new_tokens']} tokens"],
+        ["greatest length of a response", f"{record['max_new_tokens']} tokens"],
         ["seed", str(record["seed"])],
-        *([f"prompts of {each['title']}", _set_words(each)] for each in record["sets"]),
-        ["decoding", "this package's loop (`speculative_generate`) against plain `generate`, alternating"],
+        *([f"prompts of {each['title']}", _describe_set(each)] for each in record["sets"]),
+        ["decoding", "`speculative_generate` of dflash-hf and plain `generate`, alternating"],
     ]
     for number, run in enumerate(record["runs"], start=1):
         name = "machine" if len(record["runs"]) == 1 else f"machine of run {number}"
@@ -208,18 +214,19 @@ def _record_table(record: Mapping[str, Any]) -> str:
     return markdown_table(("", ""), rows)
 
 
-def _set_words(prompt_set: Mapping[str, Any]) -> str:
-    words = f"{prompt_set['num_prompts']} of {prompt_set['num_available']}, {prompt_set['source']}"
-    return words if prompt_set["wording"] == "{}" else f"{words}; asked as: {prompt_set['wording']}"
+def _describe_set(prompt_set: Mapping[str, Any]) -> str:
+    """Describe where the prompts of a set come from."""
+    description = f"{prompt_set['num_prompts']} of {prompt_set['num_available']}, {prompt_set['source']}"
+    return description if prompt_set["wording"] == "{}" else f"{description}; prompt: {prompt_set['wording']}"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
-    A table in Markdown, whatever is in its cells.
+    Write a table in Markdown, and escape characters that would break it.
 
     Args:
-        head (`Sequence[str]`): of the columns.
-        rows (`Sequence[Sequence[str]]`): cells.
+        head (`Sequence[str]`): headings of the columns.
+        rows (`Sequence[Sequence[str]]`): cells of each row.
 
     Returns:
         `str`
@@ -236,103 +243,3 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     lines = [head, ["---"] * len(head), *([table_cell(cell) for cell in row] for row in rows)]
     return "\n".join("|" + "|".join(line) + "|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in lines)
-
-
-SLOTS, SPEED, ALONG = "eval_slots.png", "eval_speed.png", "eval_along.png"
-PICTURES = {
-    SLOTS: "Share of passes that accepted all of slots 1 … k",
-    SPEED: "Speed-up over plain decoding",
-    ALONG: "Acceptance length along the answers, and passes by the tokens they committed",
-}
-
-
-def draw_pictures(results: Sequence[SetResult], title: str, folder: str | Path) -> dict[str, str]:
-    """
-    Draw all pictures.
-
-    Args:
-        results (`Sequence[SetResult]`): at least one.
-        title (`str`): names draft and target.
-        folder (`str` or `Path`): where the PNG files go.
-
-    Returns:
-        `dict[str, str]`: file names, and what they show.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    settings = list(dict.fromkeys(result.setting for result in results))
-    for name, draw in ((SLOTS, _draw_slots), (SPEED, _draw_speed), (ALONG, _draw_along)):
-        figure = draw(results, settings)
-        figure.suptitle(f"{PICTURES[name]}\n{title}".replace("$", r"\$"), fontsize=10)
-        figure.savefig(Path(folder) / name, dpi=150)
-    return dict(PICTURES)
-
-
-def _figure(num_rows: int, num_columns: int, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # an extra; the rest of the package works without it
-
-    figure = Figure(figsize=(6.5 * num_columns, 0.7 + height * num_rows), layout="constrained")
-    return figure, figure.subplots(num_rows, num_columns, squeeze=False)
-
-
-def _of(results: Sequence[SetResult], setting: Setting) -> list[SetResult]:
-    return [result for result in results if result.setting == setting]
-
-
-def _finish(axes: Any, setting: Setting, *, has_legend: bool = True) -> None:
-    axes.set_title(setting.label, fontsize=9, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    if has_legend:
-        axes.legend(fontsize=8, frameon=False)
-
-
-def _draw_slots(results: Sequence[SetResult], settings: Sequence[Setting]) -> Any:
-    figure, grid = _figure(len(settings), 1, 3.2)
-    for axes, setting in zip(grid[:, 0], settings, strict=True):
-        for result in _of(results, setting):
-            shares = [float("nan") if share is None else 100 * share for share in result.slot_acceptance]
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=result.title)
-        slots = range(1, 1 + max(len(result.slot_acceptance) for result in _of(results, setting)))
-        axes.set(xlabel="drafted slot k", ylabel="slots 1 … k accepted, % of passes", ylim=(0, 103), xticks=slots)
-        _finish(axes, setting)
-    return figure
-
-
-def _draw_speed(results: Sequence[SetResult], settings: Sequence[Setting]) -> Any:
-    figure, grid = _figure(1, 1, 3.6)
-    axes = grid[0, 0]
-    titles = list(dict.fromkeys(result.title for result in results))
-    width = 0.8 / len(settings)
-    for index, setting in enumerate(settings):
-        same = _of(results, setting)
-        places = [titles.index(result.title) + (index - (len(settings) - 1) / 2) * width for result in same]
-        bars = axes.bar(places, [result.speed_up for result in same], width=0.92 * width, label=setting.label)
-        axes.bar_label(bars, [f"{result.speed_up:.2f}×" for result in same], padding=2, fontsize=7)
-    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(titles)), titles)
-    axes.set(ylabel="tokens/s with the draft ÷ without (median)")
-    axes.margins(y=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
-    return figure
-
-
-def _draw_along(results: Sequence[SetResult], settings: Sequence[Setting]) -> Any:
-    figure, grid = _figure(len(settings), 2, 3.2)
-    for (along, committed), setting in zip(grid, settings, strict=True):
-        for result in _of(results, setting):
-            bins = [each for each in result.by_position if each.accept_len is not None]
-            middles = [(each.start + each.end) / 2 for each in bins]
-            along.plot(middles, [each.accept_len for each in bins], marker="o", label=result.title)
-            counts = result.committed_histogram
-            shares = [100 * count / max(result.num_passes, 1) for count in counts]
-            committed.plot(range(1, len(counts) + 1), shares, marker="o", label=result.title)
-        along.set(xlabel="position in the answer, tokens", ylabel="acceptance length, tokens a pass")
-        along.set_ylim(bottom=1)
-        committed.set(xlabel="tokens committed by a pass (bonus token counted)", ylabel="% of passes")
-        committed.set_ylim(bottom=0)
-        committed.set_xticks(range(1, 1 + max(len(result.committed_histogram) for result in _of(results, setting))))
-        _finish(along, setting, has_legend=False)  # lines are all over it; its neighbour has the legend
-        _finish(committed, setting)
-    return figure

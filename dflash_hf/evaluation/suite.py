@@ -1,4 +1,4 @@
-"""Answer the prompts of a suite without and with a draft, in turn, in every setting."""
+"""Evaluation of a draft on prompt sets: every prompt is answered without and with the draft in every setting."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.chat_template import chat_inputs
-from ..decoding.generate import speculative_generate
 from ..files import digest_number
 from ..model.modeling_dflash import DFlashDraftModel
-from .compare import PairDecoding, timed
 from .prompt_sets import PromptSet
-from .results import AnswerPair, Setting
+from .response_pairs import ResponsePair, Setting
 from .settings import SuiteSettings
+from .timed_generation import GenerationProtocol, TimedBatch, generate_batch
 
 WARM_UP_TOKENS = 16
 
@@ -27,10 +26,11 @@ class Batch:
     Conversations that are decoded together, turn by turn.
 
     Args:
-        set_name (`str`), setting ([`Setting`]): of what, and how.
-        number (`int`): which batch of the set.
-        prompts (`tuple[int, ...]`): numbers of the conversations.
-        num_turns (`int`): of each of them.
+        set_name (`str`): name of the prompt set.
+        setting ([`Setting`]): how the conversations are decoded.
+        number (`int`): index of the batch in its set.
+        prompts (`tuple[int, ...]`): indices of the conversations in their set.
+        num_turns (`int`): turns of each conversation.
     """
 
     set_name: str
@@ -40,7 +40,7 @@ class Batch:
     num_turns: int
 
     def key(self, turn: int) -> tuple[str, Setting, int, int]:
-        """[`AnswerPair.key`] of a turn."""
+        """Return the [`ResponsePair.key`] of a turn."""
         return self.set_name, self.setting, self.number, turn
 
 
@@ -48,18 +48,19 @@ class SuiteEvaluation:
     """
     Answer every prompt without and with the draft.
 
-    Both are warmed up in each setting; which of the two begins changes from batch to batch. All draw from the whole
-    distribution of the target: its own settings for generation, apart from its special tokens, are set aside. A later
-    turn goes on from the plain answers to the turns before it, so that both answer the same conversation.
+    Both methods are warmed up in each setting, and the one that comes first alternates from pair to pair. Both use the
+    whole distribution of the target: its generation config is replaced by one that keeps only its special tokens. A
+    later turn continues from the plain responses to the turns before it, so that both methods answer the same
+    conversation.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]), tokenizer (`PreTrainedTokenizerBase`): the pair.
-        sets (`Sequence[PromptSet]`): what to ask.
-        settings ([`SuiteSettings`]): how.
+        sets (`Sequence[PromptSet]`): prompt sets to answer.
+        settings ([`SuiteSettings`]): settings to answer them in.
 
     Raises:
-        ValueError: the pair does not fit, the prompts make no whole batches, a prompt is too long, or a setting is
-            none of this pair.
+        ValueError: the draft does not fit the target, the prompts do not fill whole batches, a prompt is too long, or
+            a setting is outside the range of this draft.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class SuiteEvaluation:
         draft.check_target(target)
         self.target, self.draft, self.tokenizer, self.settings = target, draft, tokenizer, settings
         self.sets = {prompt_set.name: prompt_set for prompt_set in sets}
-        self.decoding = PairDecoding(target, tokenizer)
+        self.protocol = GenerationProtocol(target, tokenizer)
         self._check_block_size()
         self.thinking = self._thinking_modes()
         self.batches = [
@@ -88,16 +89,16 @@ class SuiteEvaluation:
 
     @property
     def num_pairs(self) -> int:
-        """`int`: pairs of answers in all."""
+        """`int`: number of response pairs of the whole evaluation."""
         return sum(batch.num_turns for batch in self.batches)
 
     def share(self, done: Collection[Any], index: int = 0, num_processes: int = 1) -> list[Batch]:
         """
-        What one of several processes has to do.
+        Return the batches that one of several processes has to decode.
 
         Args:
-            done (`Collection`): keys of the pairs that are there.
-            index (`int`), num_processes (`int`): of the process.
+            done (`Collection`): keys of the pairs that exist already.
+            index (`int`, defaults to 0), num_processes (`int`, defaults to 1): index of the process, and their number.
 
         Returns:
             `list[Batch]`: every `num_processes`-th of the batches that lack a turn.
@@ -110,48 +111,56 @@ class SuiteEvaluation:
     def run(
         self,
         batches: Sequence[Batch],
-        done: Mapping[Any, AnswerPair] | None = None,
+        done: Mapping[Any, ResponsePair] | None = None,
         on_start: Callable[[str], None] | None = None,
-    ) -> Iterator[AnswerPair]:
+    ) -> Iterator[ResponsePair]:
         """
-        Measure.
+        Decode batches without and with the draft.
 
         Args:
             batches (`Sequence[Batch]`): some of `batches`.
-            done (`Mapping`, *optional*): pairs that are there, by key: they are passed over.
-            on_start (`Callable`, *optional*): called with a few words before each pair.
+            done (`Mapping`, *optional*): pairs that exist already, by key. They are not decoded again.
+            on_start (`Callable`, *optional*): called before each pair with a short description of it.
 
         Yields:
-            [`AnswerPair`], one a turn of a batch.
+            [`ResponsePair`], one for each turn of a batch.
         """
-        say = on_start or (lambda words: None)
+        report = on_start or (lambda description: None)
         known = dict(done or {})
         warm: set[Setting] = set()
         num_pairs = 0
-        with self.decoding.own_settings_aside():
+        with self.protocol.override_generation_config():
             for batch in batches:
-                place = f"{self.sets[batch.set_name].title}, {batch.setting.label}"
+                description = f"{self.sets[batch.set_name].title}, {batch.setting.label}"
                 if batch.setting not in warm:
-                    say(f"{place}: warm-up")
-                    rows = self._rows(batch, 0, known)
+                    report(f"{description}: warm-up")
+                    prompts = self._prompts(batch, 0, known)
                     for draft in (None, self.draft):
-                        self._decode(rows, batch, 0, draft, min(WARM_UP_TOKENS, self.settings.max_new_tokens))
+                        self._decode(prompts, batch, 0, draft, min(WARM_UP_TOKENS, self.settings.max_new_tokens))
                     warm.add(batch.setting)
                 for turn in range(batch.num_turns):
                     if batch.key(turn) not in known:
-                        say(place)
+                        report(description)
                         known[batch.key(turn)] = pair = self._pair(batch, turn, known, num_pairs % 2 == 1)
                         num_pairs += 1
                         yield pair
 
-    def _pair(self, batch: Batch, turn: int, known: Mapping[Any, AnswerPair], is_drafted_first: bool) -> AnswerPair:
-        rows = self._rows(batch, turn, known)
-        results: dict[bool, Any] = {}
+    def _pair(
+        self, batch: Batch, turn: int, known: Mapping[Any, ResponsePair], is_drafted_first: bool
+    ) -> ResponsePair:
+        """Decode one turn of a batch without and with the draft."""
+        prompts = self._prompts(batch, turn, known)
+        outputs: dict[bool, TimedBatch] = {}
         for is_drafted in (True, False) if is_drafted_first else (False, True):
             draft = self.draft if is_drafted else None
-            results[is_drafted] = self._decode(rows, batch, turn, draft, self.settings.max_new_tokens)
-        (plain, plain_s, _), (drafted, drafted_s, statistics) = results[False], results[True]
-        return AnswerPair(
+            outputs[is_drafted] = self._decode(prompts, batch, turn, draft, self.settings.max_new_tokens)
+        num_prompt_tokens = [len(prompt) for prompt in prompts]
+        plain, drafted = (
+            self.protocol.responses(outputs[is_drafted].sequences, max(num_prompt_tokens))
+            for is_drafted in (False, True)
+        )
+        statistics: Any = outputs[True].statistics  # generation with the draft has them
+        return ResponsePair(
             set_name=batch.set_name,
             temperature=batch.setting.temperature,
             thinking=batch.setting.thinking,
@@ -160,69 +169,58 @@ class SuiteEvaluation:
             turn=turn,
             prompts=list(batch.prompts),
             first="drafted" if is_drafted_first else "plain",
-            num_prompt_tokens=[len(row) for row in rows],
+            num_prompt_tokens=num_prompt_tokens,
             plain_token_ids=plain,
-            plain_s=plain_s,
+            plain_s=outputs[False].seconds,
             drafted_token_ids=drafted,
-            drafted_s=drafted_s,
-            is_cut=[row[-1] not in self.decoding.end_token_ids for row in drafted],
+            drafted_s=outputs[True].seconds,
+            is_truncated=[tokens[-1] not in self.protocol.end_token_ids for tokens in drafted],
             committed=statistics.committed,
             verified=statistics.verified,
             starts=statistics.starts,
         )
 
     def _decode(
-        self, rows: list[torch.Tensor], batch: Batch, turn: int, draft: DFlashDraftModel | None, max_new_tokens: int
-    ) -> tuple[list[list[int]], float, Any]:
-        """Answers, seconds, and with a draft the statistics. A pair has a seed of its own, whatever ran before it."""
-        arguments = self.decoding.arguments(rows, batch.setting.temperature, max_new_tokens)
-        words = f"{self.settings.seed} {batch.key(turn)}"
-        torch.manual_seed(digest_number(words, size=6))
-        generate: Any = self.target.generate  # a mixin's method, which type checkers do not see
-        statistics: Any = None
-        if draft is None:
-            sequences, seconds = timed(self.target.device, lambda: generate(**arguments))
-        else:
-            output, seconds = timed(
-                self.target.device,
-                lambda: speculative_generate(
-                    self.target,
-                    draft,
-                    block_size=self.settings.block_size,
-                    tree_size=self.settings.tree_size,
-                    **arguments,
-                ),
-            )
-            sequences, statistics = output.sequences, output.statistics
-        answers = sequences[:, arguments["input_ids"].shape[1] :].tolist()
-        return [self.decoding.answer(row) for row in answers], seconds, statistics
+        self, prompts: list[torch.Tensor], batch: Batch, turn: int, draft: DFlashDraftModel | None, max_new_tokens: int
+    ) -> TimedBatch:
+        """Generate once. The seed depends on the pair alone, so that the order of the pairs does not matter."""
+        key = f"{self.settings.seed} {batch.key(turn)}"
+        torch.manual_seed(digest_number(key, size=6))
+        return generate_batch(
+            self.target,
+            draft,
+            self.protocol.arguments(prompts, batch.setting.temperature, max_new_tokens),
+            block_size=self.settings.block_size,
+            tree_size=self.settings.tree_size,
+        )
 
-    def _rows(self, batch: Batch, turn: int, known: Mapping[Any, AnswerPair]) -> list[torch.Tensor]:
-        """Prompts of a turn, with the plain answers to the turns before it."""
-        rows = []
+    def _prompts(self, batch: Batch, turn: int, known: Mapping[Any, ResponsePair]) -> list[torch.Tensor]:
+        """Return the prompts of a turn, which contain the plain responses to the turns before it."""
+        prompts = []
         for place, prompt in enumerate(batch.prompts):
-            answers = [known[batch.key(earlier)].plain_token_ids[place] for earlier in range(turn)]
-            texts = [self._text(token_ids) for token_ids in answers]
-            rows.append(self._prompt(batch.set_name, prompt, texts, batch.setting.thinking))
-        return rows
+            responses = [known[batch.key(earlier)].plain_token_ids[place] for earlier in range(turn)]
+            texts = [self._text(token_ids) for token_ids in responses]
+            prompts.append(self._prompt(batch.set_name, prompt, texts, batch.setting.thinking))
+        return prompts
 
     def _text(self, token_ids: list[int]) -> str:
+        """Decode a response."""
         decoded: Any = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return decoded
 
-    def _prompt(self, set_name: str, prompt: int, answers: Sequence[str], thinking: bool | None) -> torch.Tensor:
-        """Ids of the conversation up to the turn after these answers, of shape `[columns]`."""
+    def _prompt(self, set_name: str, prompt: int, responses: Sequence[str], thinking: bool | None) -> torch.Tensor:
+        """Return the token ids, of shape `[length]`, of a conversation up to the turn after these responses."""
         turns = self.sets[set_name].conversations[prompt].turns
         messages = list(turns[0])
-        for answer, turn in zip(answers, turns[1:], strict=False):
-            messages += [{"role": "assistant", "content": answer}, *turn]
+        for response, turn in zip(responses, turns[1:], strict=False):
+            messages += [{"role": "assistant", "content": response}, *turn]
         kwargs = dict(self.draft.config.chat_template_kwargs or {})
         if thinking is not None:
             kwargs["enable_thinking"] = thinking
         return chat_inputs(self.tokenizer, messages, self.target.device, kwargs)["input_ids"][0]
 
     def _thinking_modes(self) -> tuple[bool | None, ...]:
-        """Values of `enable_thinking` to measure; `None` alone where the chat template makes no difference of them."""
+        """Return the values of `enable_thinking` to measure, or `None` alone if the chat template does not use it."""
         set_name = next(iter(self.sets))
         with_thinking, without = (self._prompt(set_name, 0, [], thinking).tolist() for thinking in (True, False))
         if self.tokenizer.chat_template is not None and with_thinking != without:
@@ -230,25 +228,28 @@ class SuiteEvaluation:
         if self.settings.thinking == "on":
             raise ValueError(
                 f"thinking='on', but the chat template of {self.tokenizer.name_or_path!r} renders the same text with "
-                "enable_thinking=True and False. Leave it out."
+                "enable_thinking=True and False. Leave the option out."
             )
         return (None,)
 
     def _check_block_size(self) -> None:
+        """Refuse numbers of verified tokens that do not fit the draft."""
         size, trained = self.settings.block_size, self.draft.config.block_size
         tree_size = self.settings.tree_size
         if tree_size is not None and (size is not None or tree_size <= trained):
             raise ValueError(
                 f"tree_size={tree_size} must be more than the {trained} slots that the draft was trained for, and "
-                f"goes without block_size (here {'trained' if size is None else size})."
+                f"excludes block_size (here {'trained' if size is None else size}). Pass a larger tree, and no "
+                "block_size."
             )
         if size not in (None, "auto") and not (isinstance(size, int) and 1 < size <= trained):
             raise ValueError(
-                f"block_size={size!r} must be 2 to {trained}, the slots that the draft was trained for, or 'auto'."
+                f"block_size={size!r} must be 2 to {trained}, the slots that the draft was trained for, or 'auto'. "
+                "Pass such a number, or leave it out to verify all slots."
             )
 
     def _check_lengths(self) -> None:
-        """Refuse conversations that could outgrow target or draft, before anything is decoded."""
+        """Refuse conversations that could become longer than the context of target or draft."""
         configs = {"target": self.target.config.get_text_config(decoder=True), "draft": self.draft.config}
         longest = {name: getattr(config, "max_position_embeddings", None) for name, config in configs.items()}
         known = {name: length for name, length in longest.items() if length is not None}
@@ -262,26 +263,27 @@ class SuiteEvaluation:
                     prompt = len(self._prompt(name, number, ["-"] * (num_turns - 1), thinking))
                     if prompt + num_turns * self.settings.max_new_tokens > known[member]:
                         raise ValueError(
-                            f"Prompt {number + 1} of {name!r} has {prompt} tokens and may get {num_turns} answers of "
-                            f"{self.settings.max_new_tokens}; the {member} reads at most {known[member]}. Give a "
-                            "smaller --max-new-tokens, or leave the prompt out."
+                            f"Prompt {number + 1} of {name!r} has {prompt} tokens and may get {num_turns} responses "
+                            f"of {self.settings.max_new_tokens} tokens, but the {member} reads at most "
+                            f"{known[member]}. Pass a smaller --max-new-tokens, or remove the prompt."
                         )
 
 
 def _batches(prompt_set: PromptSet, setting: Setting) -> list[Batch]:
-    """Batches of a set, in its order."""
+    """Divide a prompt set into batches, in its order."""
     size, num_prompts = setting.batch_size, len(prompt_set.conversations)
     num_turns = [len(conversation.turns) for conversation in prompt_set.conversations]
     if num_prompts % size:
         raise ValueError(
-            f"The {num_prompts} prompts of {prompt_set.name!r} make no whole batches of {size}: a part of a batch "
-            f"would count as a full one. "
-            + (f"Pass --limit {num_prompts - num_prompts % size}." if num_prompts > size else "Take a smaller batch.")
+            f"The {num_prompts} prompts of {prompt_set.name!r} do not fill whole batches of {size}, and the speed of "
+            "a smaller batch would be counted as that of a full one. "
+            + (f"Pass --limit {num_prompts - num_prompts % size}." if num_prompts > size else "Pass a smaller batch.")
         )
     if size > 1 and len(set(num_turns)) > 1:
         raise ValueError(
             f"The prompts of {prompt_set.name!r} have {min(num_turns)} to {max(num_turns)} turns, so that batches of "
-            f"{size} would shrink. Give them a batch size of 1, or a file for each number of turns."
+            f"{size} would become smaller from turn to turn. Pass a batch size of 1, or one file for each number of "
+            "turns."
         )
     return [
         Batch(prompt_set.name, setting, first // size, tuple(range(first, first + size)), num_turns[first])

@@ -87,8 +87,8 @@ def generation_rows(summary: Summary | None, protocol: Protocol, block_size: int
     else:
         speeds = (summary.plain_tokens_per_s, summary.drafted_tokens_per_s)
         rows += [
-            ("acceptance length", f"{format_number(summary.accept_len)} of {block_size}"),
-            ("slots 1 … k all accepted", _by_slot(summary.slot_acceptance)),
+            ("acceptance length", f"{format_number(_or_undefined(summary.acceptance_length))} of {block_size}"),
+            ("slots 1 … k all accepted", _by_slot([_or_undefined(share) for share in summary.slot_acceptance])),
             (
                 "speed without → with the draft",
                 " → ".join(format_number(speed, 1) for speed in speeds) + " tokens/s",
@@ -96,6 +96,9 @@ def generation_rows(summary: Summary | None, protocol: Protocol, block_size: int
             ("speed-up (median over the prompts)", f"{format_number(summary.speed_up)}×"),
             ("responses identical token by token", f"{summary.num_identical} of {summary.num_prompts}"),
         ]
+        if summary.num_near_ties is not None and summary.near_tie_gap is not None:
+            name = f"responses that differ first at a near-tie (logits at most {summary.near_tie_gap:g} apart)"
+            rows.append((name, f"{summary.num_near_ties} of the other {summary.num_different}"))
     temperature = protocol.temperature
     rows += [
         ("prompts", protocol.prompts),
@@ -209,15 +212,22 @@ def slot_chart(card: DraftCard) -> SlotChart | None:
         `None` if there is neither.
     """
     if card.measured is not None and card.measured.slot_acceptance:
-        acceptance_length, speed_up = format_number(card.measured.accept_len), format_number(card.measured.speed_up)
+        acceptance_length = format_number(_or_undefined(card.measured.acceptance_length))
+        speed_up = format_number(card.measured.speed_up)
         title = f"Acceptance length {acceptance_length}, speed-up {speed_up}×"
-        return SlotChart(card.measured.slot_acceptance, "slots 1 … k accepted", title)
+        shares = [_or_undefined(share) for share in card.measured.slot_acceptance]
+        return SlotChart(shares, "slots 1 … k accepted", title)
     for evaluation in card.evaluations:
         if evaluation.slot_accuracy:
             step = f", step {evaluation.step}" if evaluation.step is not None else ""
             title = f"Held-out rows{step}: acceptance length {format_number(evaluation.acceptance_length)}"
             return SlotChart(evaluation.slot_accuracy, "accuracy of slot k", title)
     return None
+
+
+def _or_undefined(value: float | None) -> float:
+    """Replace `None`, which a measured quantity is if no pass was counted, by NaN, which prints as "undefined"."""
+    return float("nan") if value is None else value
 
 
 def _by_slot(shares: Any) -> str | None:

@@ -248,8 +248,7 @@ class DraftCard:
                 Evaluation(**_current_names(Evaluation, values)) for values in facts.get("evaluations") or ()
             )
             facts["protocol"] = Protocol(**(facts.get("protocol") or {}))
-            measured = facts.get("measured")
-            facts["measured"] = Summary(**_current_names(Summary, measured)) if measured else None
+            facts["measured"] = Summary.from_dict(facts["measured"]) if facts.get("measured") else None
             facts["suite"] = MeasuredSuite.from_facts(facts["suite"]) if facts.get("suite") else None
             return cls(config=config, **facts)
         except (TypeError, KeyError) as error:

@@ -24,7 +24,7 @@ from ..blocks.losses import loss_denominator
 from ..blocks.metrics import row_statistics, summarize
 from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
 from ..data.dataset import PREPARED_COLUMNS, DFlashCollator, PreparedStream, prepare_rows
-from ..evaluation.compare import generated_accept_len, plain_forward
+from ..evaluation.compare import generated_acceptance_length, plain_forward
 from ..evaluation.simulate import accepted_at_every_anchor, serving_statistics
 from ..hub.model_card import DraftCard
 from ..hub.push import (
@@ -540,12 +540,14 @@ class DFlashTrainer(Trainer):
         )
         if self.args.eval_generate_prompts > 0 and output.metrics is not None:
             with plain_forward(self.draft):  # as users have it: Trainer's own returns fp32 whatever the target takes
-                output.metrics[f"{metric_key_prefix}_generate_accept_len"] = generated_accept_len(
+                length = generated_acceptance_length(
                     self.target,
                     self.draft,
                     itertools.islice(dataloader.dataset, self.args.eval_generate_prompts),
                     max_new_tokens=self.args.eval_generate_max_new_tokens,
                 )
+            # Trainer's metrics are numbers
+            output.metrics[f"{metric_key_prefix}_generate_accept_len"] = float("nan") if length is None else length
         return output
 
     def _restore_forward(self) -> None:
