@@ -22,9 +22,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from dflash_hf.blocks.metrics import AcceptanceRecord
 from dflash_hf.cli import chat_session, main
-from dflash_hf.cli.chat import AnswerDisplay, coloured
-from dflash_hf.cli.chat_session import Answer, ChatSession, Span, Speed, TokenText
+from dflash_hf.cli.chat import ResponseDisplay, coloured
+from dflash_hf.cli.chat_session import ChatSession, Response, Span, Speed, TokenText
 from dflash_hf.data.chat_template import chat_inputs
 from dflash_hf.decoding.generate import speculative_generate
 from dflash_hf.evaluation.timed_generation import generate_timed
@@ -46,7 +47,7 @@ def make_session(pair, tokenizer) -> Callable[..., ChatSession]:
     return make
 
 
-def ignore(answer: Answer, spans: list[Span]) -> None:
+def ignore(answer: Response, spans: list[Span]) -> None:
     """Show nothing."""
 
 
@@ -207,7 +208,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_came(make_session, num_passes)
     session = make_session()
     shown: list[str] = []
 
-    def show(answer: Answer, spans: list[Span]) -> None:
+    def show(answer: Response, spans: list[Span]) -> None:
         shown.extend(span.text for span in spans)
         if len(answer.committed) == num_passes:
             raise KeyboardInterrupt
@@ -245,7 +246,7 @@ def test_the_cache_of_an_answer_goes_to_the_next_one_unless_something_came_betwe
         output.cache = f"cache {len(given)}"
         return output
 
-    def interrupt(answer: Answer, spans: list[Span]) -> None:
+    def interrupt(answer: Response, spans: list[Span]) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat_session, "speculative_generate", generate)
@@ -284,38 +285,42 @@ def test_acceptance_length_and_drafted_characters_are_those_of_the_decoding(toke
     statistics = speculative_generate(target, draft, prompt, max_new_tokens=41, do_sample=False).statistics
     assert statistics.num_plain_passes == 0
     assert answer.committed == [1, *statistics.committed[0]]
-    assert Speed.of(answer).accept_len == statistics.accept_len > 1.5
-    assert f"acceptance length {statistics.accept_len:.2f} of 4" in session.describe_answer(answer)
+    assert Speed.of(answer).acceptance_length == statistics.accept_len > 1.5
+    assert f"acceptance length {statistics.accept_len:.2f} of 4" in session.describe_response(answer)
 
 
 def test_speed_leaves_the_prompt_out(monkeypatch):
     clock = iter([10.0, 15.0, 15.5, 17.0])
     monkeypatch.setattr(chat_session.time, "perf_counter", lambda: next(clock))
-    answer = Answer(is_plain=False, start=10.0)
+    answer = Response(is_plain=False, start=10.0)
     next(clock)
     assert Speed.of(answer) == Speed()
-    for token_ids in ([1], [2, 3, 4], [5]):
-        answer.record(token_ids)
-    assert Speed.of(answer) == Speed(num_tokens=4, num_passes=2, seconds=2.0)
-    assert (Speed.of(answer).tokens_per_s, Speed.of(answer).accept_len) == (2.0, 2.0)
-    assert Speed.of(answer) + Speed(6, 1, 1.0) == Speed(10, 3, 3.0)
+    for token_ids, num_verified in (([1], 0), ([2, 3, 4], 3), ([5], 0)):
+        answer.record(token_ids, num_verified)
+    speed = Speed.of(answer)
+    assert (speed.num_tokens, speed.seconds, speed.tokens_per_s) == (4, 2.0, 2.0)
+    assert speed.acceptance == AcceptanceRecord((0, 0, 1), (1, 1, 1))
+    assert speed.acceptance_length == 3.0  # the pass for the last token had no draft
+    both = speed + Speed(6, 1.0, AcceptanceRecord.of([1], [1], block_size=2))
+    assert (both.num_tokens, both.seconds, both.acceptance_length) == (10, 3.0, 2.0)
+    assert Speed(6, 1.0).acceptance_length is None
 
 
 def test_a_speed_up_is_shown_only_against_a_measured_speed(make_session):
     session = make_session()
-    measured = Speed(num_tokens=30, num_passes=15, seconds=1.0)
+    measured = Speed(30, 1.0, AcceptanceRecord.of([2] * 15, block_size=4))
     assert session.describe_speed(measured, is_plain=False) == (
-        "30.0 tokens/s · acceptance length 2.00 of 4 · speed-up — (plain decoding is not measured)"
+        "30.0 tokens/s · acceptance length 2.00 of 4 · speed-up — (plain decoding was not measured)"
     )
-    session.warm_up_speed = Speed(20, 20, 1.0)
+    session.warm_up_speed = Speed(20, 1.0)
     assert session.describe_speed(measured, is_plain=False).endswith(
         "· 1.50× plain (20.0 tokens/s over 20 warm-up tokens)"
     )
-    session.plain_speed = Speed(19, 19, 1.9)  # too short to replace the warm-up
+    session.plain_speed = Speed(19, 1.9)  # too short to replace the warm-up
     assert session.plain_tokens_per_s() == (20.0, "20 warm-up tokens")
-    session.plain_speed += Speed(5, 5, 0.5)
+    session.plain_speed += Speed(5, 0.5)
     assert session.describe_speed(measured, is_plain=False).endswith(
-        "· 3.00× plain (10.0 tokens/s over 24 tokens of plain answers)"
+        "· 3.00× plain (10.0 tokens/s over 24 tokens of plain responses)"
     )
     assert session.describe_speed(measured, is_plain=True) == "30.0 tokens/s · plain decoding"
     assert session.describe_speed(Speed(), is_plain=False).startswith(
@@ -334,7 +339,8 @@ def test_a_disturbed_step_of_the_warm_up_does_not_count(make_session, monkeypatc
 def test_the_warm_up_measures_plain_decoding_and_says_nothing(make_session):
     session = make_session(max_new_tokens=1)
     session.warm_up()
-    assert session.warm_up_speed.num_tokens == session.warm_up_speed.num_passes == chat_session.WARM_UP_TOKENS - 1
+    assert session.warm_up_speed.num_tokens == chat_session.WARM_UP_TOKENS - 1
+    assert session.warm_up_speed.acceptance_length is None
     assert session.messages == []
     assert session.drafted_speed == session.plain_speed == Speed()
     session.max_new_tokens = 5
@@ -383,10 +389,10 @@ def test_the_screen_shows_the_answer_once_however_its_pieces_come(make_session, 
         generator, rest = random.Random(seed), words
         stream = io.StringIO()
         console = Console(file=stream, force_terminal=True, width=20, color_system="standard", no_color=False)
-        answer = Answer(is_plain=False)
+        answer = Response(is_plain=False)
         session = make_session()
-        monkeypatch.setattr(session, "describe_answer", lambda _: "numbers")
-        with AnswerDisplay(console, session) as display:
+        monkeypatch.setattr(session, "describe_response", lambda _: "numbers")
+        with ResponseDisplay(console, session) as display:
             while rest:
                 size = generator.randint(1, 7)
                 answer.record([1])
@@ -398,12 +404,12 @@ def test_the_screen_shows_the_answer_once_however_its_pieces_come(make_session, 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_the_text_as_it_comes(make_session, monkeypatch):
     session, stream = make_session(), io.StringIO()
-    monkeypatch.setattr(session, "describe_answer", lambda _: "numbers")
+    monkeypatch.setattr(session, "describe_response", lambda _: "numbers")
     console = Console(file=stream, force_terminal=True, width=20, _environ={"TERM": "dumb"})
-    with AnswerDisplay(console, session) as display:
-        display.show(Answer(is_plain=False), [Span("one ", False), Span("two", True)])
+    with ResponseDisplay(console, session) as display:
+        display.show(Response(is_plain=False), [Span("one ", False), Span("two", True)])
         assert stream.getvalue() == "one ‹two›"
-        display.show(Answer(is_plain=False), [Span(" and a line longer than twenty", False)])
+        display.show(Response(is_plain=False), [Span(" and a line longer than twenty", False)])
     assert stream.getvalue() == "one ‹two› and a line longer than twenty\nnumbers\n"
 
 
@@ -451,7 +457,7 @@ def test_lines_from_a_pipe_are_answered_without_control_sequences(saved_pair, to
     assert captured.out == f"{first}\n{second}\n{first}\n"
     assert captured.err.count("acceptance length") == 2  # of the first answer, and in /stats
     assert captured.err.count("plain decoding\n") == 4
-    assert "'/nonsense' is no command" in captured.err
+    assert "'/nonsense' is not a valid command" in captured.err
     assert "never" not in captured.err
     assert "\x1b" not in captured.err.split("12 tokens", 1)[1]
 
@@ -581,10 +587,10 @@ def test_both_loops_give_the_same_tokens_and_count_the_same_passes():
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     for count in (1, 2, 5, 30):
         own, native = (
-            generate_timed(target, inputs, draft, own_loop=own_loop, max_new_tokens=count, do_sample=False)
-            for own_loop in (True, False)
+            generate_timed(target, inputs, draft, loop=loop, max_new_tokens=count, do_sample=False)
+            for loop in ("dflash_hf", "transformers")
         )
         assert own.token_ids == native.token_ids == whole[0, 3 : 3 + count].tolist()
         assert own.committed == native.committed
-    assert own.accept_len > 1.5
+    assert own.acceptance_length > 1.5
     assert own.seconds > 0

@@ -361,7 +361,13 @@ def test_demo_on_another_target_trains_compares_and_reuses(run, saved_target, tm
     assert results["summary"]["num_prompts"] == len(results["prompts"]) == 2
     assert "acceptance length" in stdout
     card = (draft / "README.md").read_text()
-    assert f"{results['summary']['accept_len']:.2f} of 4" in card
+    assert f"{results['summary']['acceptance_length']:.2f} of 4" in card
+    assert "`speculative_generate` with its defaults" in card
+    assert "identical answers" in stdout
+    summary, different = results["summary"], [each for each in results["prompts"] if not each["identical"]]
+    assert summary["num_identical"] == 2 - len(different)
+    assert summary["num_near_ties"] == sum(each["difference"]["is_near_tie"] for each in different)
+    assert ("differ first at a near-tie" in stdout) == ("differ first at a near-tie" in card) == bool(different)
     before = (draft / "model.safetensors").read_bytes()
     code, stdout, err = run(*arguments)
     assert code == 0, err

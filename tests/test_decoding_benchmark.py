@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.benchmarks import decoding as decoding_benchmark
-from dflash_hf.benchmarks.decoding import DecodingBenchmark, ReferenceDecoder
-from dflash_hf.benchmarks.decoding_results import DecodingRun, Method, summarize_runs
-from dflash_hf.benchmarks.decoding_settings import BenchmarkSettings
+from dflash_hf.benchmarks import phases
+from dflash_hf.benchmarks.decoding import DecodingBenchmark
+from dflash_hf.benchmarks.decoding_results import DecodingRun, summarize_runs
+from dflash_hf.benchmarks.decoding_settings import BenchmarkSettings, Method
+from dflash_hf.benchmarks.reference_decoder import ReferenceDecoder
 from dflash_hf.cli import app
 from dflash_hf.cli.bench_decode import tables
+from dflash_hf.evaluation import timed_generation
 
 PLAIN, NATIVE, REFERENCE = Method("plain"), Method("native"), Method("reference")
 
@@ -88,7 +90,7 @@ def test_an_answer_is_counted_up_to_its_first_end_token_and_not_its_padding(toke
 
 def test_times_are_booked_where_they_were_spent(tokenizer, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(decoding_benchmark.Stopwatch, "_now", lambda watch: clock[0])
+    monkeypatch.setattr(phases.Stopwatch, "_now", lambda watch: clock[0])
     target, draft, _ = make_pair(tokenizer)
 
     def costs(module, seconds):
@@ -103,20 +105,20 @@ def test_times_are_booked_where_they_were_spent(tokenizer, monkeypatch):
     costs(target.model, 1.0)
     costs(target.lm_head, 10.0)
     costs(draft, 100.0)
-    own_choice = decoding_benchmark.speculative_generate
+    own_choice = timed_generation.speculative_generate
 
     def slow(*args, **kwargs):
         clock[0] += 1000.0
         return own_choice(*args, **kwargs)
 
-    monkeypatch.setattr(decoding_benchmark, "speculative_generate", slow)
+    monkeypatch.setattr(timed_generation, "speculative_generate", slow)
     settings = {"max_new_tokens": 9, "batch_sizes": (1, 2), "temperatures": (0.0, 1.0), "block_sizes": (4,)}
     _, runs = run_all(target, draft, tokenizer, **settings)
     assert {run.method.name for run in runs} == {"plain", "native", "ours"}
     for run in runs:
         assert run.phase_s["prefill"] == 11
         assert run.phase_s["verify"] == 11 * run.num_passes
-        assert run.phase_s["rest"] == (1000 if run.method.name == "ours" else 0)
+        assert run.phase_s["overhead"] == (1000 if run.method.name == "ours" else 0)
         if run.batch_size == 1:
             assert run.phase_s["draft"] == 110 * len(run.committed)
         assert run.seconds == sum(run.phase_s.values())
@@ -184,16 +186,19 @@ def test_a_loop_that_cannot_take_the_target_is_left_out_with_its_reason(tokenize
     assert len(runs) == benchmark.num_runs
 
 
-def test_the_gap_of_the_best_two_logits_is_the_one_after_the_given_text(tokenizer):
+def test_the_gap_is_between_the_best_logit_and_the_lower_one_of_the_two_tokens_after_the_common_text(tokenizer):
     target, draft, _ = make_pair(tokenizer)
     benchmark = DecodingBenchmark(target, draft, tokenizer, PROMPTS, BenchmarkSettings(batch_sizes=(1,)))
     text = torch.tensor(tokenizer("<|user|>What?<|end|><|assistant|>")["input_ids"] + [7, 8])
-    first, second = target(text[None]).logits[0, -1].sort(descending=True).values[:2].tolist()
-    assert benchmark.top_two_gap(1, [7, 8]) == pytest.approx(first - second, abs=1e-5)
+    logits, tokens = target(text[None]).logits[0, -1].sort(descending=True)
+    best, second, third = tokens[:3].tolist()
+    for one, other, worst in ((best, second, 1), (third, best, 2), (second, third, 2)):
+        gap = benchmark.logit_gap(1, [7, 8, one, 5], [7, 8, other])
+        assert gap == pytest.approx((logits[0] - logits[worst]).item(), abs=1e-5)
 
 
 def run_of(method, seconds, token_ids, *, prompts, committed=(), expected=None, temperature=0.0, repeat=0):
-    phase_s = {"prefill": seconds / 2, "draft": seconds / 8, "verify": seconds / 4, "rest": seconds / 8}
+    phase_s = {"prefill": seconds / 2, "draft": seconds / 8, "verify": seconds / 4, "overhead": seconds / 8}
     return DecodingRun(
         temperature, len(prompts), method, repeat, list(prompts), token_ids, phase_s, 3, list(committed), expected
     )
@@ -214,21 +219,23 @@ def test_runs_add_up_to_the_numbers_of_a_worked_example():
     ]
     plain, drafted, batched, sampled = summarize_runs(runs)
     assert (plain.num_tokens, plain.seconds, plain.tokens_per_s, plain.speed_up) == (8, 5.0, 1.6, 1.0)
-    assert (plain.num_compared, plain.accept_len, plain.accept_len_error) == (0, None, None)
-    assert (drafted.num_batches, drafted.num_answers, drafted.num_tokens, drafted.seconds) == (4, 4, 12, 7.0)
+    assert (plain.num_compared, plain.acceptance_length, plain.acceptance_length_error) == (0, None, None)
+    assert (drafted.num_batches, drafted.num_responses, drafted.num_tokens, drafted.seconds) == (4, 4, 12, 7.0)
     assert drafted.speed_up == 1.5  # median of 4 / 2, 0.5 / 1 and 3 / 2
     assert drafted.speed_up_total == pytest.approx((9 / 6) / (8 / 5))
-    assert drafted.accept_len == 2.0
-    assert drafted.accept_len_error == pytest.approx((2 / 3) ** 0.5 / 2)
-    assert drafted.expected_accept_len == 7 / 4
+    assert drafted.acceptance_length == 2.0
+    assert drafted.acceptance_length_error == pytest.approx((2 / 3) ** 0.5 / 2)
+    assert drafted.expected_acceptance_length == 7 / 4
     assert (drafted.committed_histogram, drafted.num_drafted_passes, drafted.num_passes) == ([1, 2, 1], 4, 12)
     assert (drafted.num_compared, drafted.num_identical) == (3, 1)
-    differences = [{"prompt": 1, "token": 1, "top_two_gap": None}, {"prompt": 2, "token": 2, "top_two_gap": None}]
+    differences = [{"prompt": 1, "token": 1, "logit_gap": None}, {"prompt": 2, "token": 2, "logit_gap": None}]
     assert drafted.first_differences == differences
-    looked_up = summarize_runs(runs, lambda prompt, answer: prompt + sum(answer) / 100)[1].first_differences
-    assert [difference["top_two_gap"] for difference in looked_up] == [1.05, 2.14]
-    assert drafted.phase_s == {"prefill": 3.5, "draft": 0.875, "verify": 1.75, "rest": 0.875}
-    assert drafted.phase_share == {"draft": 0.25, "verify": 0.5, "rest": 0.25}
+    looked_up = summarize_runs(runs, lambda prompt, one, other: prompt + (sum(one) + len(other)) / 100)[
+        1
+    ].first_differences
+    assert [difference["logit_gap"] for difference in looked_up] == [1.16, 2.24]
+    assert drafted.phase_s == {"prefill": 3.5, "draft": 0.875, "verify": 1.75, "overhead": 0.875}
+    assert drafted.phase_share == {"draft": 0.25, "verify": 0.5, "overhead": 0.25}
     assert [batch["speed_up"] for batch in drafted.batches] == [2.0, 0.5, 1.5, None]
     assert (batched.batch_size, batched.num_compared, batched.num_identical) == (2, 2, 2)
     assert (sampled.num_compared, sampled.num_identical) == (0, 0)
@@ -240,13 +247,13 @@ def test_runs_add_up_to_the_numbers_of_a_worked_example():
         ({"max_new_tokens": 1}, "max_new_tokens=1 must be at least 2"),
         ({"repeats": 0}, "repeats=0"),
         ({"batch_sizes": ()}, "batch_sizes is empty"),
-        ({"batch_sizes": (3,)}, "4 prompts make no whole batches of 3"),
-        ({"batch_sizes": (0,)}, "no whole batches of 0"),
+        ({"batch_sizes": (3,)}, "4 prompts do not fill whole batches of 3"),
+        ({"batch_sizes": (0,)}, "do not fill whole batches of 0"),
         ({"temperatures": (-1.0,)}, "temperature=-1.0"),
         ({"temperatures": (float("nan"),)}, "temperature=nan"),
         ({"block_sizes": (5,)}, "block_size=5 must be 1 to 4"),
         ({"block_sizes": ("all",)}, "block_size='all'"),
-        ({"proposals": ("best",)}, "proposal='best'"),
+        ({"proposals": ("best",)}, "proposal='best' is not known"),
     ],
 )
 def test_settings_that_cannot_be_measured_are_refused(settings, words):
@@ -335,7 +342,12 @@ def test_the_command_prints_tables_and_writes_the_numbers(saved_pair, tmp_path):
         "--batch-sizes", "1,2", "--proposal", "argmax,sample", "--json", numbers, "--dtype", "float32",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    for words in ("sampling at T = 1: tokens/s", "identical to plain's", "transformers' loop", "ours, auto, sampled"):
+    for words in (
+        "sampling at T = 1: tokens/s",
+        "identical to plain generation",
+        "transformers' loop",
+        "ours, auto, sampled",
+    ):
         assert words in result.output, words
     record = json.loads(numbers.read_text())
     assert record["is_complete"]
@@ -348,7 +360,7 @@ def test_the_command_prints_tables_and_writes_the_numbers(saved_pair, tmp_path):
     assert [m for m in measured if m[0] == 0 and m[2] != "transformers' loop"] == greedy
     assert len(measured) == (2 * 3 + 1) + (2 * 5 + 1)
     for result in record["results"]:
-        assert result["num_answers"] == 2
+        assert result["num_responses"] == 2
         assert sum(batch["num_tokens"] for batch in result["batches"]) == result["num_tokens"]
 
 
@@ -375,7 +387,7 @@ def test_tables_of_large_numbers_fit_into_100_columns(temperature):
 
 
 def test_ctrl_c_keeps_what_was_measured(saved_pair, tmp_path, monkeypatch):
-    own, calls = decoding_benchmark.speculative_generate, []
+    own, calls = timed_generation.speculative_generate, []
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -383,14 +395,14 @@ def test_ctrl_c_keeps_what_was_measured(saved_pair, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(decoding_benchmark, "speculative_generate", interrupted)
+    monkeypatch.setattr(timed_generation, "speculative_generate", interrupted)
     numbers = tmp_path / "numbers.json"
     result = invoke(
         "--draft", saved_pair, "--num-prompts", 4, "--batch-sizes", 1, "--max-new-tokens", 4, "--json", numbers,
         "--block-sizes", "trained",
     )  # fmt: skip
     assert result.exit_code == 130
-    assert "interrupted" in result.output
+    assert "Interrupted" in result.output
     assert "greedy: tokens/s" in result.output
     record = json.loads(numbers.read_text())
     assert not record["is_complete"]
@@ -407,7 +419,7 @@ def test_ctrl_c_keeps_what_was_measured(saved_pair, tmp_path, monkeypatch):
         (["--num-prompts", "65"], "--num-prompts 65 must be 1 to 64"),
         (["--num-prompts", "12"], "multiple of every batch size"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--proposal", "best"], "proposal='best'"),
+        (["--proposal", "best"], "proposal='best' is not known"),
     ],
 )
 def test_bad_arguments_are_named_before_the_target_is_loaded(saved_pair, arguments, words):

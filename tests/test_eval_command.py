@@ -16,7 +16,7 @@ from prompt_files import NAMES, write_prompts
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import app
-from dflash_hf.evaluation.output import SuiteJournal
+from dflash_hf.evaluation.journal import SuiteJournal
 from dflash_hf.evaluation.prompt_sets import HUB_PROMPTS
 from dflash_hf.hub.model_card import DraftCard
 
@@ -57,7 +57,7 @@ def test_the_standard_suite_is_measured_written_and_put_into_the_card(run, pair,
     arguments = ("eval", "--target", target, "--draft", draft, "--prompts-folder", folder, "--limit", 2, *QUICK)
     code, stdout, err = run(*arguments, "--out", out, "--card")
     assert code == 0, err
-    for words in ("greedy, batch 1", "T = 1, batch 1", "GSM8K", "MT-Bench", "mean of sets", "bonus token counted"):
+    for words in ("greedy, batch 1", "T = 1, batch 1", "GSM8K", "MT-Bench", "mean of sets", "bonus token included"):
         assert words in stdout
     assert sorted(path.name for path in out.iterdir() if path.suffix == ".png") == PICTURES
     results = results_of(out)
@@ -67,14 +67,15 @@ def test_the_standard_suite_is_measured_written_and_put_into_the_card(run, pair,
         (name, temperature) for temperature in (0, 1) for name in NAMES
     ]
     greedy = results["results"][:5]
-    assert [(row["num_prompts"], row["num_answers"], row["identical_share"]) for row in greedy] == [
+    assert [(row["num_prompts"], row["num_responses"], row["identical_share"]) for row in greedy] == [
         *[(2, 2, 1.0)] * 4, (2, 4, 1.0),
     ]  # fmt: skip
     assert {row["num_identical"] for row in results["results"][5:]} == {None}
     assert len(results["pairs"]) == 2 * 12
     report = (out / "results.md").read_text()
     for words in (
-        "# `draft` on prompts for `target`", "| GSM8K | 2 | ", "bonus token counted", "T = 1, batch 1", "float32",
+        "# `draft` on prompts for `target`", "| GSM8K | 2 | ", "bonus token of the target counts", "T = 1, batch 1",
+        "float32",
         "2 of 5, file gsm8k.jsonl", "CPU threads",
         "```bash\ndflash-hf eval --target target --draft draft --suite standard ",
         *PICTURES,
@@ -106,14 +107,14 @@ def test_ctrl_c_keeps_what_was_answered_and_the_same_command_goes_on(run, pair, 
     monkeypatch.setattr(SuiteJournal, "add", press_ctrl_c)
     code, stdout, _ = run(*arguments, "--out", out, "--card")
     assert code == 130
-    assert "2 of 6 answer pairs are kept. The same command goes on." in " ".join(stdout.split())
+    assert "2 of 6 response pairs are saved. Run the same command to resume." in " ".join(stdout.split())
     assert not results_of(out)["is_complete"]
     assert "**Not complete**: 2 of 6" in (out / "results.md").read_text()
     assert not (Path(draft) / "eval_slots.png").exists()
     monkeypatch.setattr(SuiteJournal, "add", add)
     code, stdout, err = run(*arguments, "--out", out)
     assert code == 0, err
-    assert "2 of 6 answer pairs are there" in " ".join(stdout.split())
+    assert "2 of 6 response pairs exist" in " ".join(stdout.split())
     assert told(out) == told(tmp_path / "whole")
     lines = (out / "answers-00000.jsonl").read_text().splitlines()
     assert run(*arguments, "--out", out)[0] == 0
@@ -137,17 +138,17 @@ def test_two_processes_share_the_prompts_and_one_goes_on_from_them(run, pair, ow
     shares = [(out / f"answers-0000{index}.jsonl").read_text().splitlines() for index in range(2)]
     assert [len(share) for share in shares] == [1 + 3, 1 + 3]
     assert launch.stdout.count("greedy, batch 1") == 1 + launch.stdout.count("own, greedy, batch 1")
-    assert "speeds and speed-ups are not to be trusted" in " ".join(launch.stdout.split())
+    assert "speeds and speed-ups are not reliable" in " ".join(launch.stdout.split())
     assert results_of(out)["is_contended"]
     assert results_of(out)["runs"][0]["num_processes"] == 2
     (out / "answers-00001.jsonl").unlink()
     code, stdout, err = run(*arguments, "--out", out)
     assert code == 0, err
-    assert "3 of 6 answer pairs are there" in " ".join(stdout.split())
+    assert "3 of 6 response pairs exist" in " ".join(stdout.split())
     assert run(*arguments, "--out", tmp_path / "alone")[0] == 0
     assert told(out) == told(tmp_path / "alone")
     assert not results_of(tmp_path / "alone")["is_contended"]
-    assert "not to be trusted" in (out / "results.md").read_text()
+    assert "not reliable" in (out / "results.md").read_text()
 
 
 def test_without_matplotlib_a_sentence_stands_for_the_pictures(run, pair, own, tmp_path, monkeypatch):
@@ -157,7 +158,7 @@ def test_without_matplotlib_a_sentence_stands_for_the_pictures(run, pair, own, t
     arguments = ("--target", target, "--draft", draft, "--prompts", own, "--temperatures", 0, *QUICK)
     code, stdout, err = run("eval", *arguments, "--out", out, "--card")
     assert code == 0, err
-    assert "no pictures, since matplotlib is not installed" in " ".join(stdout.split())
+    assert "no figures, since matplotlib is not installed" in " ".join(stdout.split())
     assert not list(out.glob("*.png"))
     assert results_of(out)["pictures"] == {}
     assert "## Measured: suite" in (Path(draft) / "README.md").read_text()
@@ -169,7 +170,7 @@ def test_a_card_that_somebody_edited_is_kept(run, pair, own, tmp_path):
     arguments = ("--target", target, "--draft", draft, "--prompts", own, "--temperatures", 0, *QUICK)
     code, stdout, err = run("eval", *arguments, "--out", tmp_path / "results", "--card")
     assert code == 0, err
-    assert "README.md is not ours as it is, and is kept." in stdout
+    assert "README.md was edited or written by someone else, and is kept unchanged." in stdout
     assert (Path(draft) / "README.md").read_text() == "# Mine\n"
     assert DraftCard.from_folder(draft).suite.dtype == "float32"
 
@@ -190,10 +191,10 @@ def test_what_is_wrong_is_one_line_before_anything_runs(run, pair, own, saved_ta
     assert "--temperatures '0;1': '0;1' is no value" in refused("--prompts", own, "--temperatures", "0;1")
     assert "--block-size 'big' must be a number of slots" in refused("--prompts", own, "--block-size", "big")
     assert "block_size=9 must be 2 to 4" in refused("--prompts", own, "--block-size", 9)
-    assert "may get 1 answers of 9000" in refused("--prompts", own, "--max-new-tokens", 9000)
+    assert "may get 1 responses of 9000" in refused("--prompts", own, "--max-new-tokens", 9000)
     other = saved_target("other", hidden_size=64)
     assert "does not fit the target" in refused("--prompts", own, "--target", other)
-    assert "--card writes into the folder of the draft, and --draft 'org/draft' is none" in refused(
+    assert "--card writes into the folder of the draft, and --draft 'org/draft' is not a folder" in refused(
         "--prompts", own, "--draft", "org/draft", "--card"
     )
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, build_dflash_batch_plan
-from dflash_hf.evaluation.compare import Comparison, summarize_comparisons
+from dflash_hf.evaluation.compare import Comparison, Summary, summarize_comparisons
 from dflash_hf.evaluation.timed_generation import Generation, generate_timed
 from dflash_hf.target.hidden_states import target_hidden_states
 from dflash_hf.training.trainer import block_losses
@@ -78,7 +77,13 @@ def test_every_max_new_tokens_gives_as_many_tokens_as_plain(accept):
         assert greedy(target, prompt, count, assistant_model=scripted, **DFLASH) == full[:count]
     scripted = draft.script([4, 8, 15, *full], accept)
     generation = generate_timed(
-        target, {"input_ids": prompt}, scripted, max_new_tokens=25, do_sample=False, pad_token_id=0
+        target,
+        {"input_ids": prompt},
+        scripted,
+        loop="transformers",
+        max_new_tokens=25,
+        do_sample=False,
+        pad_token_id=0,
     )
     assert generation.committed == ([4] * 6 if accept == "all" else [1] * 23)
 
@@ -250,7 +255,9 @@ def test_generation_uses_the_checkpoint_of_the_pair(tmp_path):
 
 def test_an_answer_without_a_drafted_pass_has_no_acceptance_length():
     generation = Generation([1], 1.0, [])
-    assert math.isnan(summarize_comparisons([Comparison("a", generation, generation)], block_size=4).accept_len)
+    assert generation.acceptance_length is None
+    summary = summarize_comparisons([Comparison("a", generation, generation)], block_size=4)
+    assert (summary.acceptance_length, summary.slot_acceptance) == (None, [None, None, None])
 
 
 def test_summary_counts_what_was_committed():
@@ -260,8 +267,23 @@ def test_summary_counts_what_was_committed():
         Comparison("b", plain, Generation([0, 1, 2, 9], 0.8, [2, 1])),
     ]
     summary = summarize_comparisons(comparisons, block_size=4)
-    assert summary.accept_len == pytest.approx(12 / 5)
+    assert summary.acceptance_length == pytest.approx(12 / 5)
     assert summary.slot_acceptance == pytest.approx([3 / 5, 2 / 5, 2 / 5])
     assert (summary.plain_tokens_per_s, summary.num_identical) == (5.0, 1)
     assert summary.drafted_tokens_per_s == pytest.approx(14 / 1.8)
     assert summary.speed_up == pytest.approx((2.0 + 1.0) / 2)
+    assert (summary.num_near_ties, summary.near_tie_gap) == (None, None)  # nobody has looked at the second prompt
+
+
+def test_slots_count_where_they_were_verified():
+    comparison = Comparison("a", Generation([1], 1.0, []), Generation([1], 1.0, [3, 1, 2], [3, 3, 1]))
+    assert summarize_comparisons([comparison], block_size=4).slot_acceptance == [2 / 3, 1 / 2, 0.0]
+
+
+def test_a_summary_of_version_0_1_0_is_read():
+    summary = Summary(2, 1.5, [0.5, None], 10.0, 12.0, 1.2, 1)
+    old = {name: value for name, value in summary.as_dict().items() if "near_tie" not in name}
+    old["accept_len"] = old.pop("acceptance_length")
+    assert Summary.from_dict(old) == Summary.from_dict(summary.as_dict()) == summary
+    with pytest.raises(TypeError, match="speed"):
+        Summary.from_dict({**old, "speed": 1.0})

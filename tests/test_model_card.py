@@ -49,7 +49,7 @@ from dflash_hf.training.card import (
 ROOT = Path(__file__).parent.parent
 SUMMARY = Summary(
     num_prompts=16,
-    accept_len=1.8243243,
+    acceptance_length=1.8243243,
     slot_acceptance=[0.457, 0.205, 0.102],
     plain_tokens_per_s=18.5126,
     drafted_tokens_per_s=24.401,
@@ -229,9 +229,16 @@ def test_no_arguments_are_another_thing_than_unknown_ones(config):
     assert rows_in(content, "Training")["arguments that differ from their defaults"] == "none"
 
 
+def test_near_ties_explain_the_responses_that_differ(config):
+    summary = dataclasses.replace(SUMMARY, num_near_ties=11, near_tie_gap=0.5)
+    rows = rows_in(DraftCard(config=config, **{**FULL, "measured": summary}).render().content, "Measured: generation")
+    assert rows["answers identical token by token"] == "4 of 16"
+    assert rows["answers that differ first at a near-tie (logits at most 0.5 apart)"] == "11 of the other 12"
+
+
 def test_what_is_no_number_is_not_printed_as_one(config, tmp_path):
-    nan = float("nan")
-    summary = dataclasses.replace(SUMMARY, accept_len=nan, slot_acceptance=[nan, nan, nan], speed_up=float("inf"))
+    nan, nothing = float("nan"), {"acceptance_length": None, "slot_acceptance": [None, None, None]}
+    summary = dataclasses.replace(SUMMARY, speed_up=float("inf"), **nothing)
     evaluation = Evaluation(1, None, nan, nan, None, None, (nan, 0.5))
     values = {**FULL, "measured": summary, "evaluations": (evaluation,), "train_loss": nan}
     content = reloaded(DraftCard(config=config, **values), tmp_path).content
@@ -498,7 +505,7 @@ def test_facts_that_version_0_1_0_wrote_are_read_and_written_under_their_present
 
 def test_the_card_of_the_demo_has_the_numbers_of_its_results():
     card, results = DraftCard.from_folder(OF_THE_DEMO), json.loads((OF_THE_DEMO / "results.json").read_text())
-    assert card.measured.as_dict() == results["summary"]
+    assert card.measured == Summary.from_dict(results["summary"])
     environment = {"hardware": card.protocol.hardware, "software": card.protocol.software}
     assert environment == results["environment"]
     assert (card.steps, card.epochs) == (results["training"]["steps"], results["training"]["epochs"])
@@ -506,15 +513,16 @@ def test_the_card_of_the_demo_has_the_numbers_of_its_results():
 
 @pytest.mark.parametrize("folder", EVALUATED, ids=lambda folder: folder.name)
 def test_the_card_of_an_evaluated_draft_has_the_numbers_of_its_results(folder):
-    card, names = DraftCard.from_folder(folder), ("accept_len", "speed_up", "identical_share")
-    results = json.loads((folder / "results.json").read_text())
-    numbers = [[each[name] for name in names] for each in (*results["results"], *results["means"])]
-    assert [[getattr(row, name) for name in names] for row in card.suite.rows] == numbers
+    card, results = DraftCard.from_folder(folder), json.loads((folder / "results.json").read_text())
+    names = ("accept_len", "speed_up", "identical_share")  # version 0.1.0 wrote them
+    numbers = [tuple(each[name] for name in names) for each in (*results["results"], *results["means"])]
+    assert [(row.acceptance_length, row.speed_up, row.identical_share) for row in card.suite.rows] == numbers
     assert results["is_complete"]
     bare = json.loads((folder / "gsm8k-test-bare.json").read_text())
     (result,) = bare["results"]
     measured = card.measured.as_dict()
-    for name in ("num_prompts", "accept_len", "slot_acceptance", "speed_up"):
+    assert measured["acceptance_length"] == result["accept_len"]
+    for name in ("num_prompts", "slot_acceptance", "speed_up"):
         assert measured[name] == result[name]
     assert measured["num_identical"] == sum(pair["num_identical"] for pair in bare["pairs"])
     assert card.protocol.hardware == bare["runs"][0]["hardware"]

@@ -57,7 +57,7 @@ def test_fp32_greedy_answers_are_identical_with_and_without_the_draft(demo_folde
     for prompt in read_prompts(QUESTIONS)[:4]:
         inputs = chat_inputs(tokenizer, prompt, target.device)
         kwargs = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": tokenizer.pad_token_id}
-        drafted = generate_timed(target, inputs, draft, **kwargs)
+        drafted = generate_timed(target, inputs, draft, loop="transformers", **kwargs)
         assert drafted.token_ids == generate_timed(target, inputs, **kwargs).token_ids
         accepted += drafted.committed
     assert sum(accepted) / len(accepted) > 1.05

@@ -156,7 +156,7 @@ def test_the_walk_equals_native_generation_pass_by_pass(half_trained):
             if ends:
                 kwargs["eos_token_id"] = ends
             inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt)).long()}
-            generation = generate_timed(target, inputs, draft, **kwargs)
+            generation = generate_timed(target, inputs, draft, loop="transformers", **kwargs)
             ids = prompt + generation.token_ids
             assert bool(ends) == (ids[-1] in ends)
             answer = {"input_ids": ids, "loss_mask": [0] * len(prompt) + [1] * len(generation.token_ids)}
@@ -180,6 +180,7 @@ def test_evaluation_reports_the_acceptance_length_that_generate_reaches(half_tra
             target,
             {"input_ids": prompt},
             draft,
+            loop="transformers",
             max_new_tokens=30,
             do_sample=False,
             suppress_tokens=[96],

@@ -68,3 +68,14 @@ def test_facts_of_a_suite_that_are_not_ours_are_refused(draft):
     for suite in ({"rows": [{"name": "GSM8K"}]}, {"dtype": "bfloat16"}):
         with pytest.raises(ValueError, match="does not hold the facts of a draft's card"):
             DraftCard.from_facts({"title": "x", "suite": suite}, draft.config)
+
+
+def test_facts_of_version_0_1_0_make_the_same_card(draft):
+    facts = json.loads(json.dumps(DraftCard(config=draft.config, title="my-draft", suite=SUITE).as_facts()))
+    new_names = {"accept_len": "acceptance_length", "accept_len_interval": "acceptance_length_interval",
+                 "num_answers": "num_responses"}  # fmt: skip
+    for row in facts["suite"]["rows"]:
+        for old, new in new_names.items():
+            row[old] = row.pop(new)
+    card = DraftCard.from_facts(facts, draft.config)
+    assert card.render().content == DraftCard(config=draft.config, title="my-draft", suite=SUITE).render().content

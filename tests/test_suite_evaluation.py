@@ -13,9 +13,10 @@ from conftest import make_draft, make_target, make_tokenizer
 
 from dflash_hf.data.chat_template import chat_inputs
 from dflash_hf.data.prompts import Conversation
-from dflash_hf.evaluation.output import SuiteJournal, model_digest
+from dflash_hf.evaluation.journal import SuiteJournal
+from dflash_hf.evaluation.output import model_digest
 from dflash_hf.evaluation.prompt_sets import PromptSet
-from dflash_hf.evaluation.results import Setting
+from dflash_hf.evaluation.response_pairs import Setting
 from dflash_hf.evaluation.settings import SuiteSettings
 from dflash_hf.evaluation.suite import SuiteEvaluation
 
@@ -59,7 +60,7 @@ def test_both_answers_are_plains_text_and_passes_commit_what_a_walk_by_hand_says
         assert pair.committed == [by_hand]
         assert pair.starts == [list(itertools.accumulate(by_hand, initial=1))[:-1]]
         assert all(slots <= 3 for slots in pair.verified[0])
-        assert pair.is_cut == [True]
+        assert pair.is_truncated == [True]
     assert [pair.first for pair in pairs] == ["plain", "drafted", "plain", "drafted"]
     assert len({count for pair in pairs for count in pair.committed[0]}) == 4
 
@@ -97,7 +98,7 @@ def test_an_end_token_ends_an_answer_that_is_not_cut(tokenizer):
     evaluation = make_evaluation(make_set([PROMPTS[0]]), target=target, draft=draft, tokenizer=tokenizer)
     (pair,) = evaluation.run(evaluation.batches)
     assert pair.drafted_token_ids[0][-1] == target.generation_config.eos_token_id
-    assert pair.is_cut == [False]
+    assert pair.is_truncated == [False]
     assert target.generation_config.temperature == 0.1  # … and are there again
 
 
@@ -111,7 +112,7 @@ def test_a_second_turn_goes_on_from_the_plain_answer_to_the_first(tokenizer):
         {"role": "user", "content": "And?"},
     ]
     wanted = chat_inputs(tokenizer, messages, torch.device("cpu"))["input_ids"][0]
-    assert torch.equal(evaluation._rows(evaluation.batches[0], 1, {first.key: first})[0], wanted)
+    assert torch.equal(evaluation._prompts(evaluation.batches[0], 1, {first.key: first})[0], wanted)
     assert (second.turn, second.num_prompt_tokens) == (1, [len(wanted)])
 
 
@@ -157,13 +158,13 @@ def test_thinking_is_measured_on_and_off_where_the_template_has_it(tokenizer):
     [
         ({"max_new_tokens": 1}, r"max_new_tokens=1 must be at least 2"),
         ({"temperatures": (-1.0,)}, r"temperature=-1\.0 must be 0"),
-        ({"thinking": "maybe"}, r"thinking='maybe' must be one of both, on, off"),
+        ({"thinking": "maybe"}, r"thinking='maybe' is not known. Pass one of both, on, off"),
         ({"batch_sizes": (0,)}, r"batch_size=0 must be at least 1"),
         ({"block_size": 5}, r"block_size=5 must be 2 to 4"),
-        ({"batch_sizes": (2,)}, r"3 prompts of 'own' make no whole batches of 2.*--limit 2"),
+        ({"batch_sizes": (2,)}, r"3 prompts of 'own' do not fill whole batches of 2.*--limit 2"),
         ({"batch_sizes": (3,)}, r"have 1 to 2 turns.*batch size of 1"),
-        ({"max_new_tokens": 40}, r"Prompt 3 of 'own' has \d+ tokens and may get 2 answers of 40; the target reads at "
-                                 r"most 70.*--max-new-tokens"),
+        ({"max_new_tokens": 40}, r"Prompt 3 of 'own' has \d+ tokens and may get 2 responses of 40 tokens, but the "
+                                 r"target reads at most 70.*--max-new-tokens"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_anything_runs(values, message):
@@ -264,5 +265,5 @@ def test_trees_are_verified_when_asked_for(tokenizer):
 
 @pytest.mark.parametrize("settings", [{"tree_size": 4}, {"tree_size": 7, "block_size": "auto"}])
 def test_a_tree_has_more_than_a_block_and_takes_its_place(settings):
-    with pytest.raises(ValueError, match=r"more than the 4 slots .* goes without block_size"):
+    with pytest.raises(ValueError, match=r"more than the 4 slots .* excludes block_size"):
         make_evaluation(make_set(["1+1?"]), **settings)

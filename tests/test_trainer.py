@@ -40,6 +40,7 @@ def test_an_overfitted_draft_is_accepted_whole_by_native_generation(target, tmp_
             target,
             {"input_ids": prompt},
             trainer.draft,
+            loop="transformers",
             max_new_tokens=29,
             do_sample=False,
             suppress_tokens=[96],

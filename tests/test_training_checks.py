@@ -390,7 +390,7 @@ def test_evaluation_generates_from_the_first_prompts_and_training_goes_on(tmp_pa
     for row in rows[:2]:
         prompt = torch.tensor([row["input_ids"][: row["loss_mask"].index(1)]])
         committed += generate_timed(
-            target, {"input_ids": prompt}, trainer.draft, max_new_tokens=9, do_sample=False
+            target, {"input_ids": prompt}, trainer.draft, loop="transformers", max_new_tokens=9, do_sample=False
         ).committed
     assert trainer.evaluate()["eval_generate_accept_len"] == logged[1] == sum(committed) / len(committed)
     assert "eval_generate_accept_len" not in make_trainer(target, tmp_path, rows=rows, eval_rows=rows).evaluate()
