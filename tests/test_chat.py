@@ -230,7 +230,7 @@ def test_a_conversation_beyond_the_targets_context_is_refused_and_an_answer_ends
     answer = session.answer("0123456789", ignore)  # 13 tokens with the template's
     assert len(answer.token_ids) == 11
     said = list(session.messages)
-    with pytest.raises(ValueError, match=r"has 38 tokens with this line, .* fewer than 24\. .* /reset"):
+    with pytest.raises(ValueError, match=r"has 38 tokens with this message, .* fewer than 24\. .* /reset"):
         session.answer("0", ignore)
     assert session.messages == said
     session.reset()
