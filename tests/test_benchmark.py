@@ -55,7 +55,7 @@ def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--shapes", "huge"], "must be one of smollm2-135m"),
+        (["--shapes", "huge"], "is not known. Pass one of smollm2-135m"),
         (["--against", "others"], "must be 'reference'"),
         (["--rows", "0"], "--rows 0 must be at least 1"),
     ],

@@ -232,8 +232,8 @@ def test_no_arguments_are_another_thing_than_unknown_ones(config):
 def test_near_ties_explain_the_responses_that_differ(config):
     summary = dataclasses.replace(SUMMARY, num_near_ties=11, near_tie_gap=0.5)
     rows = rows_in(DraftCard(config=config, **{**FULL, "measured": summary}).render().content, "Measured: generation")
-    assert rows["answers identical token by token"] == "4 of 16"
-    assert rows["answers that differ first at a near-tie (logits at most 0.5 apart)"] == "11 of the other 12"
+    assert rows["responses identical token by token"] == "4 of 16"
+    assert rows["responses that differ first at a near-tie (logits at most 0.5 apart)"] == "11 of the other 12"
 
 
 def test_what_is_no_number_is_not_printed_as_one(config, tmp_path):
