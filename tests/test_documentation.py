@@ -137,7 +137,7 @@ def check_sharing_guide(names: dict[str, Any]) -> None:
 def check_training_guide(names: dict[str, Any]) -> None:
     measured = names["card"].measured
     card = Path("my-draft", "README.md").read_text()
-    assert f"| acceptance length | {measured.accept_len:.2f} of 4 |" in card
+    assert f"| acceptance length | {measured.acceptance_length:.2f} of 4 |" in card
     assert "| responses identical token by token | 1 of 1 |" in card
     assert "| prompts | one sum |" in card
     assert "not recorded" in card  # which loop, say
