@@ -1,4 +1,4 @@
-"""Where a number or a row comes from: hardware and software, names of models without paths, the version."""
+"""Describes where a number or a row comes from: hardware, software, and names of models without local paths."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from huggingface_hub.utils import validate_repo_id
 
 def hub_id_or_folder(name: str | None) -> tuple[str | None, str | None]:
     """
-    Tell a Hub name from a folder, whose path says more of its owner than others should read.
+    Distinguish a Hub name from a folder, whose path is private except for its last part.
 
     Args:
-        name (`str`, *optional*): as `from_pretrained` takes it.
+        name (`str`, *optional*): A name or folder, as `from_pretrained` takes it.
 
     Returns:
         `tuple`: the Hub name or `None`, and the last part of the folder's path or `None`.
@@ -40,9 +40,9 @@ def hub_id_or_folder(name: str | None) -> tuple[str | None, str | None]:
 
 
 def environment() -> dict[str, str]:
-    """Hardware and software a measurement was made with, in words."""
+    """Describe the hardware and the software of this process, under the keys `hardware` and `software`."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    cpu_info = Path("/proc/cpuinfo")  # the only place where Linux names the processor
+    cpu_info = Path("/proc/cpuinfo")  # Only this file names the processor on Linux.
     lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cpu = next(iter(names), platform.processor() or platform.machine())
@@ -55,5 +55,5 @@ def environment() -> dict[str, str]:
 
 
 def target_label(name: str | None) -> str:
-    """A target as others may read it: its Hub name, or the last part of its folder."""
+    """Return a name of the target without a private path: its Hub name, or the last part of its folder."""
     return next((part for part in hub_id_or_folder(name) if part), "a language model")

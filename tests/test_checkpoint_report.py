@@ -79,7 +79,7 @@ BAD = {
         {},
         lambda folder: (folder / "modeling_dflash.py").unlink(),
         "transformers",
-        "not both in the folder",
+        "does not find configuration_dflash.py and modeling_dflash.py",
     ),
     "native for a server": ("native", {}, None, "vllm", "--layout serving"),
     "serving without nested ids": (
@@ -87,7 +87,7 @@ BAD = {
         {},
         lambda folder: change(folder, dflash_config={"mask_token_id": 96}, target_layer_ids=[0, 2]),
         "vllm",
-        "from dflash_config alone",
+        "only from dflash_config",
     ),
     "serving with another activation": (
         "serving",
@@ -199,7 +199,7 @@ def test_conditions_are_said_of_readers_that_can_load(tmp_path):
     assert "--dtype bfloat16" in found["sglang"][1]
     assert "dtype=" in found["dflash"][1]
     native = save_in_layout(make_draft(make_target()), tmp_path / "native", "native")
-    assert verdicts(native)["transformers"] == (True, "with trust_remote_code=True")
+    assert verdicts(native)["transformers"] == (True, "needs trust_remote_code=True")
 
 
 @pytest.fixture

@@ -1,4 +1,8 @@
-"""Who can load a draft's folder, and why not: the rules of each reader, applied to config.json and the tensors."""
+"""
+Finds out which software can load a draft, and why other software cannot.
+
+The rules of each reader are applied to config.json and to the names of the tensors.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +33,12 @@ READERS = {
 @dataclass(frozen=True)
 class Verdict:
     """
-    What one reader makes of a folder.
+    Whether one reader can load a draft.
 
     Args:
-        reader (`str`): a key of `READERS`.
-        can_load (`bool`): whether it loads the draft and computes what the draft's producer meant.
-        reasons (`tuple[str, ...]`): why not, or under which condition.
+        reader (`str`): A key of `READERS`.
+        can_load (`bool`): Whether it loads the draft and computes the same as the draft's producer.
+        reasons (`tuple[str, ...]`): Why it cannot, or under which conditions it can.
     """
 
     reader: str
@@ -45,13 +49,13 @@ class Verdict:
 @dataclass(frozen=True)
 class CheckpointReport:
     """
-    What was found in a folder.
+    The layout of a draft and the verdict on each reader.
 
     Args:
-        layout (`str` or `None`): as [`layout_of`] says, `None` if the folder is no DFlash draft.
-        config (`DFlashConfig` or `None`): the draft's configuration, if it can be read.
-        num_parameters (`int`): values in the tensors of the draft.
-        verdicts (`tuple[Verdict, ...]`): one a reader, in the order of `READERS`.
+        layout (`str` or `None`): The layout as in [`layout_of`], or `None` if the folder is no DFlash draft.
+        config (`DFlashConfig` or `None`): The draft's configuration, if it can be read.
+        num_parameters (`int`): The number of values in the tensors of the draft.
+        verdicts (`tuple[Verdict, ...]`): One verdict for each reader, in the order of `READERS`.
     """
 
     layout: str | None
@@ -64,25 +68,27 @@ def check_checkpoint(
     name_or_path: str | os.PathLike[str], *, target: str | PreTrainedModel | None = None, **kwargs: Any
 ) -> CheckpointReport:
     """
-    Find out who can load a draft. Loads its weights here; the rules of the other readers are known, not run.
+    Find out which software can load a draft.
+
+    The draft is loaded with this package. The other readers are not run: their rules are applied to the files.
 
     Args:
-        name_or_path (`str`): folder or Hub name.
-        target (`str` or `PreTrainedModel`, *optional*): also tie the draft to it, which compares the pair.
-        **kwargs: fields of the configuration that the caller insists on, and what finds the draft on the Hub.
+        name_or_path (`str`): Folder or Hub name.
+        target (`str` or `PreTrainedModel`, *optional*): The target, to which the draft is then tied and compared.
+        **kwargs: Fields of the configuration that override the file, and arguments that find the draft on the Hub.
 
     Returns:
         [`CheckpointReport`]
 
     Raises:
-        OSError: there is no such folder or repository, or the target cannot be read.
+        OSError: There is no such folder or repository, or the target cannot be read.
     """
     folder = checkpoint_folder(name_or_path, **{name: kwargs[name] for name in DRAFT_LOOK_UP if name in kwargs})
     draft, error = None, None
     try:
         draft = DFlashDraftModel.from_pretrained(name_or_path, target=target or False, **kwargs)
         if isinstance(target, str):
-            draft.get_output_embeddings()  # ties
+            draft.get_output_embeddings()  # This ties the draft.
     except (OSError, ValueError, NotImplementedError) as reason:
         error = " ".join(str(reason).split())
     ours = Verdict("dflash_hf", error is None, (error,) if error else tuple(_notes(draft)))
@@ -110,7 +116,7 @@ def check_checkpoint(
 
 @dataclass(frozen=True)
 class _Files:
-    """A folder as readers see it."""
+    """The parts of a folder to which the rules of readers apply."""
 
     folder: Path
     name: str
@@ -121,39 +127,41 @@ class _Files:
 
     @property
     def nested(self) -> Mapping[str, Any]:
+        """`Mapping`: the keys in `dflash_config`."""
         return self.raw.get("dflash_config") or {}
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        """Where the Qwen3 keys stand."""
+        """`Mapping`: the object that contains the keys of Qwen3."""
         return self.raw.get("transformer_layer_config") or self.raw
 
     @property
     def causal_by_type(self) -> dict[str, bool]:
-        """Layer type to whether its slots see only the slots before them."""
+        """`dict[str, bool]`: for each layer type whether a slot sees only itself and the slots before it."""
         if self.config is None:
             return {}
         return {kind: self.config.in_block_causal(index) for index, kind in enumerate(self.config.layer_types or [])}
 
 
 def _notes(draft: DFlashDraftModel | None) -> Iterator[str]:
+    """Yield what a user of this package should know about the draft."""
     if draft is None:
         return
     if draft.dtype == torch.float16:
-        yield "float16 overflows in a draft: load it with dtype=torch.bfloat16"
+        yield "float16 overflows in a draft, so load it with dtype=torch.bfloat16"
     if draft.config.target_tensor_checksums:
-        yield "carries tensors of the target, compared when it is tied (--target)"
+        yield "contains tensors of the target, which are compared when the draft is tied (--target)"
     if draft.config.target_num_hidden_layers is None:
-        yield "does not say how deep its target is, which is learnt when it is tied (--target)"
+        yield "lacks the depth of its target, which is filled in when the draft is tied (--target)"
     if Path(draft.config.target_name_or_path or "").is_absolute():
         yield (
-            f"names its target by a local path, {draft.config.target_name_or_path}: others will not find it; convert "
-            "it with --set target_name_or_path=org/model"
+            f"names its target by a local path, {draft.config.target_name_or_path}, which others will not find, so "
+            "convert it with --set target_name_or_path=org/model"
         )
 
 
 def _weights_refuse(files: _Files, reader: str) -> Iterator[str]:
-    """Tensor names: some readers know more than the reference's."""
+    """Yield why a reader refuses the tensor names. Some readers know more names than the reference implementation."""
     if files.config is None:
         yield "not judged"
         return
@@ -170,10 +178,12 @@ def _weights_refuse(files: _Files, reader: str) -> Iterator[str]:
 
 
 def _converts(files: _Files, layout: str) -> str:
+    """Return the command that converts the draft into a layout."""
     return f"dflash-hf convert {files.name} NEW-FOLDER --layout {layout}"
 
 
 def _transformers_refuses(files: _Files) -> Iterator[str]:
+    """Yield why transformers without this package refuses the draft."""
     if files.layout == "muse":
         if files.sizes.get("attention_bias"):
             yield "its assistant class has no attention biases"
@@ -181,64 +191,67 @@ def _transformers_refuses(files: _Files) -> Iterator[str]:
     code = files.raw.get("auto_map") or {}
     sources = ("configuration_dflash.py", "modeling_dflash.py")
     if code.get("AutoModel") != "modeling_dflash.DFlashDraftModel":
-        yield f"has no class for it; {_converts(files, 'native')} writes one that travels with the weights"
+        yield f"has no class for this layout, but {_converts(files, 'native')} adds one to the weights"
     elif not all((files.folder / name).is_file() for name in sources):
-        yield f"config.json names {' and '.join(sources)}, which are not both in the folder"
+        yield f"does not find {' and '.join(sources)}, which config.json names"
 
 
 def _servers_refuse(files: _Files) -> Iterator[str]:
-    """What vLLM and SGLang have in common."""
+    """Yield why both vLLM and SGLang refuse the draft."""
     config = files.config
     if files.sizes.get("hidden_act", "silu") != "silu":
-        yield f"runs SiLU alone, not hidden_act={files.sizes['hidden_act']}"
+        yield f"supports only SiLU, not hidden_act={files.sizes['hidden_act']}"
     if files.layout == "native":
-        yield f"has no model type 'dflash': {_converts(files, 'serving')}"
+        yield f"has no model type 'dflash', so run {_converts(files, 'serving')}"
     is_sliding = config is not None and "sliding_attention" in (config.layer_types or [])
     if files.layout == "serving" and is_sliding and not files.raw.get("use_sliding_window"):
-        yield "drops sliding_window where use_sliding_window is not true"
+        yield "ignores sliding_window unless use_sliding_window is true"
 
 
 def _vllm_refuses(files: _Files) -> Iterator[str]:
+    """Yield why vLLM refuses the draft."""
     yield from _servers_refuse(files)
     name = next(iter(files.raw.get("architectures") or [""]))
     if files.layout == "serving" and name != "DFlashDraftModel":
-        yield f"knows DFlashDraftModel, not architectures={[name]}"
+        yield f"knows only DFlashDraftModel, not architectures={[name]}"
     if files.layout == "serving" and not files.nested.get("target_layer_ids"):
-        yield "reads target_layer_ids from dflash_config alone, and taps layers of its own choice without"
+        yield "reads target_layer_ids only from dflash_config, and chooses other layers if they are missing"
     if files.config is not None and files.config.input_embedding_scale not in (None, 1.0):
         yield (
-            f"embeds the slots without the target's factor, {files.config.input_embedding_scale:g}, so that little "
-            "would be accepted"
+            f"embeds the slots without the target's factor, {files.config.input_embedding_scale:g}, so that few "
+            "tokens would be accepted"
         )
     if files.layout == "speculators" and len(set(files.causal_by_type.values())) > 1:
-        yield f"takes one causality for all layers from this layout: {_converts(files, 'serving')}"
+        yield f"reads one causality for all layers from this layout, so run {_converts(files, 'serving')}"
     if files.layout == "speculators" and files.config is not None:
         inner, causal = files.sizes, not files.raw.get("sliding_window_non_causal", True)
         served = inner.get("is_causal", causal)
         if {served} != set(files.causal_by_type.values()) and len(set(files.causal_by_type.values())) == 1:
             yield (
-                f"would serve every layer with causal={served}, from sliding_window_non_causal: "
-                f"{_converts(files, 'speculators')} says it in is_causal, too"
+                f"would run every layer with causal={served} because of sliding_window_non_causal, but "
+                f"{_converts(files, 'speculators')} adds is_causal"
             )
 
 
 def _sglang_refuses(files: _Files) -> Iterator[str]:
+    """Yield why SGLang refuses the draft."""
     yield from _servers_refuse(files)
     if files.layout == "speculators":
-        yield f"does not read this layout: {_converts(files, 'serving')}"
+        yield f"does not read this layout, so run {_converts(files, 'serving')}"
         return
     name = next(iter(files.raw.get("architectures") or [""]))
     if name not in ("DFlashDraftModel", "MuseGlimmerAssistantModel") and files.layout != "native":
-        yield f"knows DFlashDraftModel, not architectures={[name]}"
+        yield f"knows only DFlashDraftModel, not architectures={[name]}"
     depth = files.nested.get("num_target_layers", files.raw.get("num_target_layers"))
     ids = (files.config.target_layer_ids if files.config else None) or [0]
     if depth is not None and max(ids) >= depth and files.layout != "native":
-        yield f"takes num_target_layers={depth} as the target's depth, and layer {max(ids)} is beyond it"
+        yield f"takes num_target_layers={depth} for the target's depth, which layer {max(ids)} exceeds"
 
 
 def _reference_refuses(files: _Files) -> Iterator[str]:
+    """Yield why the reference implementation refuses the draft."""
     if files.layout in ("speculators", "muse"):
-        yield f"does not read this layout: {_converts(files, 'serving')}"
+        yield f"does not read this layout, so run {_converts(files, 'serving')}"
         return
     if files.raw.get("num_target_layers") is None:
         yield "needs num_target_layers"
@@ -247,49 +260,50 @@ def _reference_refuses(files: _Files) -> Iterator[str]:
     config = files.config
     scale = None if config is None else config.input_embedding_scale
     if scale is not None and scale != files.nested.get("input_embedding_scale", 1.0):
-        yield f"needs dflash_config.input_embedding_scale={scale:g}: {_converts(files, 'serving')}"
+        yield f"needs dflash_config.input_embedding_scale={scale:g}, so run {_converts(files, 'serving')}"
     if files.causal_by_type:
         by_name = files.raw.get("is_causal")
         served = {kind: kind == "sliding_attention" if by_name is None else by_name for kind in files.causal_by_type}
         if served != files.causal_by_type:
-            yield f"does not read dflash_config.causal: {_converts(files, 'serving')} writes is_causal"
+            yield f"does not read dflash_config.causal, but {_converts(files, 'serving')} adds is_causal"
     is_sliding = config is not None and "sliding_attention" in (config.layer_types or [])
     if is_sliding and not files.raw.get("use_sliding_window"):
-        yield "drops sliding_window in silence where use_sliding_window is not true"
+        yield "ignores sliding_window without a warning unless use_sliding_window is true"
 
 
 def _speculators_refuses(files: _Files) -> Iterator[str]:
+    """Yield why speculators refuses the draft."""
     if files.layout != "speculators":
-        yield f"does not read this layout: {_converts(files, 'speculators')}"
+        yield f"does not read this layout, so run {_converts(files, 'speculators')}"
     elif files.causal_by_type.get("full_attention"):
-        yield "runs full layers without causality"
+        yield "runs full layers without causality inside the block"
 
 
 def _conditions(files: _Files, reader: str) -> Iterator[str]:
-    """What to know about a reader that can load the folder."""
+    """Yield the conditions under which a reader can load the draft."""
     config = files.config
     if config is None:
         return
     if reader == "transformers" and files.layout == "native":
-        yield "with trust_remote_code=True"
+        yield "needs trust_remote_code=True"
     is_mixed = len(set(config.layer_types or [])) > 1
     if reader == "vllm":
         if "dflash" not in files.name.lower():
-            yield 'the path does not contain "dflash": give "method": "dflash" in --speculative-config'
+            yield 'needs "method": "dflash" in --speculative-config, because the path does not contain "dflash"'
         if is_mixed:
-            yield "layers of both types need its second model runner (on a GPU)"
+            yield "needs its second model runner (on a GPU) for layers of both types"
         if files.layout == "muse" and not files.nested.get("target_layer_ids"):
-            yield "reads the layer ids of this layout in its second model runner alone (on a GPU)"
-        yield f"num_speculative_tokens must be at most {config.block_size - 1}"
+            yield "reads the layer ids of this layout only in its second model runner (on a GPU)"
+        yield f"needs num_speculative_tokens of at most {config.block_size - 1}"
         if config.num_hidden_layers > 1:
-            yield "on a CPU it norms the context's keys of all layers with the first one's weight: fewer are accepted"
+            yield "accepts fewer tokens on a CPU, where it normalises the context keys of all layers as in the first"
     if reader == "sglang":
-        yield "on a GPU"
+        yield "needs a GPU"
         if config.dtype == torch.float32:
-            yield "runs float32 files in float16, in which drafts overflow: give --dtype bfloat16"
+            yield "runs float32 files in float16, in which drafts overflow, so pass --dtype bfloat16"
     if reader == "dflash" and config.dtype == torch.float32:
-        yield "does not cast: load it with dtype= of the target"
+        yield "does not cast, so load it with dtype= of the target"
     if reader == "speculators" and "sliding_attention" in (config.layer_types or []):
-        yield "measures windows from the anchor, up to a block longer"
+        yield "measures windows from the anchor, so that they are longer by up to a block"
     if reader == "transformers" and files.layout == "muse" and "sliding_attention" in (config.layer_types or []):
-        yield "in its own loop"
+        yield "needs its own decoding loop"

@@ -1,4 +1,4 @@
-"""Read the checkpoint of any DFlash producer, and write the layouts that others read."""
+"""Reads the checkpoints of all known DFlash producers, and writes the layouts that other software reads."""
 
 from __future__ import annotations
 
@@ -31,34 +31,37 @@ from .write_layouts import layout_config, layout_tensor_name
 logger = logging.get_logger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Of a repository on the Hub nothing else is fetched; the last one is looked for, never opened.
+# Only these files of a repository are downloaded. A draft with `mask_embedding.pt` is refused without opening it.
 NEEDED_FILES = ("config.json", "*.safetensors", INDEX, "mask_embedding.pt")
 
 
 def checkpoint_folder(name_or_path: str | os.PathLike[str], **hub_kwargs: Any) -> Path:
     """
-    The folder of a checkpoint, fetched from the Hub if it is not a local one.
+    Return the folder of a checkpoint, which is downloaded from the Hub if it is not local.
 
     Args:
-        name_or_path (`str`): folder or Hub name.
+        name_or_path (`str`): Folder or Hub name.
         **hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
     Returns:
         `Path`
 
     Raises:
-        OSError: there is no such folder and no such repository, or it cannot be reached.
+        OSError: There is no such folder and no such repository, or the Hub cannot be reached.
     """
     subfolder = hub_kwargs.pop("subfolder", None) or ""
     folder = Path(name_or_path)
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
-            raise OSError(f"{str(folder)!r} is not a folder. Give the folder that holds config.json and {WEIGHTS}.")
+            raise OSError(f"{str(folder)!r} is not a folder. Give the folder that contains config.json and {WEIGHTS}.")
         patterns = [os.path.join(subfolder, name) for name in NEEDED_FILES]
         try:
             folder = Path(snapshot_download(str(name_or_path), allow_patterns=patterns, **hub_kwargs))
         except (OSError, HFValidationError) as error:
-            raise OSError(f"There is no folder {str(name_or_path)!r}, and on the Hub: {error}") from error
+            raise OSError(
+                f"There is no folder {str(name_or_path)!r}, and the Hub gives no draft of this name: {error} Give the "
+                "folder or the Hub name of a draft."
+            ) from error
     return folder / subfolder
 
 
@@ -67,44 +70,48 @@ def read_json(path: Path) -> dict[str, Any]:
     Read a JSON object.
 
     Args:
-        path (`Path`): the file.
+        path (`Path`): The file.
 
     Returns:
         `dict`
 
     Raises:
-        OSError: the file is missing, unreadable, or not a JSON object; the message names it.
+        OSError: The file is missing, cannot be read or is not a JSON object. The message names it.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise OSError(f"{str(path.parent)!r} holds no {path.name}. Give the folder or Hub name of a draft.") from error
     except OSError as error:
-        raise OSError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
+        raise OSError(f"{str(path)!r} cannot be read: {error.strerror}. Give a readable file.") from error
     except (ValueError, RecursionError) as error:
-        raise OSError(f"{str(path)!r} is not valid JSON ({error}). Fetch it again.") from error
+        raise OSError(f"{str(path)!r} is not valid JSON ({error}). Download or copy it again.") from error
     if not isinstance(value, dict):
-        raise OSError(f"{str(path)!r} must hold a JSON object, not {type(value).__name__}.")
+        raise OSError(
+            f"{str(path)!r} must hold a JSON object, but it holds a {type(value).__name__}. Download it again."
+        )
     return value
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """
-    Name, file and shape of every tensor of a checkpoint, from the headers alone.
+    Read the name, file and shape of every tensor of a checkpoint from the headers of its files.
 
     Args:
-        folder (`Path`): holds `model.safetensors`, or shards and their index.
+        folder (`Path`): The folder with `model.safetensors`, or with shards and their index.
 
     Returns:
-        `dict`: tensor name to file and shape.
+        `dict`: file and shape under the name of each tensor.
 
     Raises:
-        OSError: no weights are there, a file is damaged, or the index names a file outside the folder.
+        OSError: There are no weights, a file is damaged, or the index names a file outside the folder.
     """
     files = [folder / WEIGHTS]
     if not os.path.lexists(files[0]):
         if not os.path.lexists(folder / INDEX):
-            raise OSError(f"{str(folder)!r} holds no {WEIGHTS}. Other formats are not read: convert them first.")
+            raise OSError(
+                f"{str(folder)!r} holds no {WEIGHTS}, and no other format of weights is read. Convert them first."
+            )
         weight_map = read_json(folder / INDEX).get("weight_map")
         names = sorted(map(str, set(weight_map.values()))) if isinstance(weight_map, dict) else []
         if not names or any(name != Path(name).name or not name.endswith(".safetensors") for name in names):
@@ -119,34 +126,39 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
             with safe_open(file, framework="pt") as tensors:
                 found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 (no dict)
         except SafetensorError as error:
-            raise OSError(f"The weights {str(file)!r} are damaged ({error}). Fetch them again.") from error
+            raise OSError(f"The weights {str(file)!r} are damaged ({error}). Download or copy them again.") from error
         except OSError as error:
-            raise OSError(f"The weights {str(file)!r} cannot be read: {error}.") from error
+            raise OSError(f"The weights {str(file)!r} cannot be read: {error}. Give readable files.") from error
         for name, shape in found.items():
             if name in shapes:
-                raise OSError(f"The tensor {name!r} is in {shapes[name][0].name!r} and in {file.name!r}.")
+                raise OSError(
+                    f"The tensor {name!r} is in {shapes[name][0].name!r} and in {file.name!r}, but it must be in one "
+                    "file. Remove one of them."
+                )
             shapes[name] = (file, shape)
     return shapes
 
 
 def _read_tensor(file: Path, name: str) -> torch.Tensor:
+    """Read one tensor of a safetensors file."""
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_tensor(name)
 
 
 def target_facts(target: str | bool | PreTrainedModel | None, **hub_kwargs: Any) -> dict[str, Any]:
     """
-    What a draft's file may leave out and its target knows.
+    Read from a target what the file of a draft may omit.
 
     Args:
         target (`str`, `PreTrainedModel`, `bool` or `None`): Hub name, folder or live target, if there is one.
         **hub_kwargs: `token`, `cache_dir`, `local_files_only`.
 
     Returns:
-        `dict`: `vocab_size` (embedding rows of a live target) and `target_num_hidden_layers`; empty without a target.
+        `dict`: `vocab_size` (of a live target the number of its embeddings) and `target_num_hidden_layers`. It is
+        empty without a target.
 
     Raises:
-        OSError: the target's configuration cannot be read.
+        OSError: The target's configuration cannot be read.
     """
     if target is None or isinstance(target, bool):
         return {}
@@ -168,25 +180,26 @@ def read_checkpoint(
     **hub_kwargs: Any,
 ) -> tuple[DFlashConfig, dict[str, torch.Tensor] | None]:
     """
-    Read the configuration of a draft of any producer and check its tensors, by name and shape.
+    Read the configuration of a draft of any producer, and check names and shapes of its tensors.
 
-    Copies of the target's embedding and head are left out; their checksums go into the configuration and are compared
-    when the draft is tied.
+    Copies of the target's embedding and head are not read. Their checksums become part of the configuration and are
+    compared when the draft is tied.
 
     Args:
-        name_or_path (`str`): folder or Hub name.
-        config ([`DFlashConfig`], *optional*): used instead of config.json.
-        given (`Mapping`, *optional*): fields of the configuration that the caller insists on.
-        target (`str`, `PreTrainedModel` or `False`, *optional*): says what config.json may leave out.
+        name_or_path (`str`): Folder or Hub name.
+        config ([`DFlashConfig`], *optional*): The configuration, which replaces config.json.
+        given (`Mapping`, *optional*): Fields of the configuration that override the file.
+        target (`str`, `PreTrainedModel` or `False`, *optional*): The target, which supplies what config.json omits.
         **hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
     Returns:
-        `tuple`: the configuration, and the tensors under our names; `None` instead of them where the files hold
-        exactly our tensors, so that they can be loaded as they are.
+        `tuple`: the configuration, and the tensors under the names of our network. The tensors are `None` if the files
+        contain exactly those of our network, so that they can be loaded directly.
 
     Raises:
-        OSError: files are missing, damaged or point outside the folder.
-        ValueError: not a DFlash draft, values missing or in conflict, or other tensors than the network's.
+        OSError: Files are missing or damaged, or the index names a file outside the folder.
+        ValueError: The checkpoint is no DFlash draft, values are missing or in conflict, or the tensors are not those
+            of the network.
     """
     folder = checkpoint_folder(name_or_path, **hub_kwargs)
     if config is None:
@@ -195,8 +208,8 @@ def read_checkpoint(
         config = DFlashConfig(**native_values(raw, given, lambda: target_facts(target, **of_target)))
     if (folder / "mask_embedding.pt").exists():
         raise ValueError(
-            f"{str(name_or_path)!r} holds mask_embedding.pt, a mask vector of its own, which is not implemented: "
-            "without it the draft would be accepted rarely. Use a draft that masks with a token."
+            f"{str(name_or_path)!r} contains mask_embedding.pt, a mask vector of its own. This is not implemented, "
+            "and without it few tokens would be accepted. Use a draft that masks with a token."
         )
     shapes = tensor_shapes(folder)
     _refuse_other_methods(str(name_or_path), shapes)
@@ -207,7 +220,10 @@ def read_checkpoint(
         if name in TARGET_TENSORS:
             checksums[name] = tensor_checksum(_read_tensor(shapes[name][0], name))
         elif (native := native_tensor_name(name)) in ours:
-            raise ValueError(f"{name!r} and {ours[native]!r} in {str(name_or_path)!r} are the same tensor of a draft.")
+            raise ValueError(
+                f"{name!r} and {ours[native]!r} in {str(name_or_path)!r} are the same tensor of a draft, which must "
+                "be in the files once. Remove one of them."
+            )
         else:
             ours[native] = name
     config.target_tensor_checksums = checksums or None
@@ -231,12 +247,13 @@ def read_checkpoint(
 
 
 def _refuse_other_methods(where: str, names: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with tensors of a method that is not implemented."""
     for name in names:
         for part in name.split("."):
             if part in UNSUPPORTED_PARTS:
                 raise ValueError(
-                    f"{where!r} holds {name!r}: {UNSUPPORTED_PARTS[part]} is not implemented, and without it the "
-                    "draft would be another one. Use a DFlash draft without it."
+                    f"{where!r} contains {name!r}: {UNSUPPORTED_PARTS[part]} is not implemented, and the draft would "
+                    "compute something else without it. Use a DFlash draft without it."
                 )
 
 
@@ -244,37 +261,39 @@ def save_in_layout(
     draft: DFlashDraftModel, folder: str | os.PathLike[str], layout: str, *, dtype: torch.dtype | None = None
 ) -> Path:
     """
-    Save a draft as another reader wants it. The folder appears whole or not at all.
+    Save a draft in the layout of another reader. The folder is written completely or not at all.
 
     Args:
         draft ([`DFlashDraftModel`]):
-            Tied or not. If its file carried copies of the target's tensors, it must have been tied once.
+            The draft. If its file contained copies of the target's tensors, it must have been tied once.
         folder (`str`):
-            New or empty. For vLLM its name must contain "dflash", in any case.
+            A new or empty folder. For vLLM its name must contain "dflash", in upper or lower case.
         layout (`str`):
-            `"native"`; `"serving"`: vLLM, SGLang and the reference decoder; `"speculators"`; `"muse"`: transformers'
-            own assistant class.
+            `"native"` for this package, `"serving"` for vLLM, SGLang and the reference implementation,
+            `"speculators"`, or `"muse"` for transformers' own assistant class.
         dtype (`torch.dtype`, *optional*):
-            Of the tensors. Default: the draft's own; bf16 in the serving layout, which servers run in, and which the
-            reference decoder does not cast.
+            The dtype of the tensors. By default it is the draft's own, and bf16 in the serving layout: servers run in
+            bf16, and the reference implementation does not cast.
 
     Returns:
         `Path`: the folder.
 
     Raises:
-        ValueError: the layout cannot say what this draft computes, or is unknown.
-        OSError: the folder holds files already, or cannot be written.
+        ValueError: The layout is unknown, or has no key for something that this draft computes.
+        OSError: The folder contains files already, or cannot be written.
     """
     folder = Path(folder)
     if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}.")
+        raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}. Choose one of them.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OSError(f"{str(folder)!r} exists and is not an empty folder. Choose a new one; nothing was written.")
+        raise OSError(
+            f"{str(folder)!r} exists and is not an empty folder, so nothing was written. Choose a new folder."
+        )
     if layout != "native" and draft.config.target_tensor_checksums:
         raise ValueError(
-            f"The file of the draft {describe_target(draft.config)} carried "
-            f"{', '.join(draft.config.target_tensor_checksums)}, and whether they are the target's was not compared "
-            "yet. Tie the draft first: target= or draft.tie_target(...)."
+            f"The file of the draft {describe_target(draft.config)} contained "
+            f"{', '.join(draft.config.target_tensor_checksums)}, which must equal the target's tensors and were not "
+            "compared yet. Tie the draft first, with target= or draft.tie_target(...)."
         )
     if dtype is None:
         dtype = torch.bfloat16 if layout == "serving" else draft.dtype
@@ -302,23 +321,23 @@ def convert_checkpoint(
     **kwargs: Any,
 ) -> Path:
     """
-    Turn a checkpoint of any producer into another layout.
+    Convert a checkpoint of any producer into another layout.
 
     Args:
-        source (`str`): folder or Hub name.
-        destination (`str`): new or empty folder.
-        layout (`str`), dtype (`torch.dtype`, *optional*): as for [`save_in_layout`].
-        target (`str` or `PreTrainedModel`, *optional*): needed where the source carries tensors of the target, or does
-            not say how deep or wide the target is.
-        **kwargs: fields of the configuration, and what finds the source on the Hub.
+        source (`str`): Folder or Hub name.
+        destination (`str`): A new or empty folder.
+        layout (`str`), dtype (`torch.dtype`, *optional*): As in [`save_in_layout`].
+        target (`str` or `PreTrainedModel`, *optional*): The target. It is needed if the source contains tensors of the
+            target, or lacks the depth or the vocabulary size of the target.
+        **kwargs: Fields of the configuration, and arguments that find the source on the Hub.
 
     Returns:
         `Path`: the destination.
 
     Raises:
-        ValueError, OSError: as for [`DFlashDraftModel.from_pretrained`] and [`save_in_layout`]; nothing is written.
+        ValueError, OSError: As in [`DFlashDraftModel.from_pretrained`] and [`save_in_layout`]. Nothing is written.
     """
     draft = DFlashDraftModel.from_pretrained(source, target=target or False, **kwargs)
     if target is not None:
-        draft.get_output_embeddings()  # ties, which compares the pair
+        draft.get_output_embeddings()  # This ties the draft, which compares it with the target.
     return save_in_layout(draft, destination, layout, dtype=dtype)

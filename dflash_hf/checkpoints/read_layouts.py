@@ -1,4 +1,4 @@
-"""The config.json of every DFlash producer, read, and what each calls its tensors: dictionaries alone."""
+"""Reads config.json and tensor names of the known DFlash checkpoint formats. It needs only dictionaries, not torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..model.configuration_dflash import LAYER_TYPES, MAX_LAYERS, MAX_SIZE, DFla
 
 logger = logging.get_logger(__name__)
 
-# Fields that other layouts spell as Qwen3 does.
+# Fields that other layouts name as Qwen3 does.
 SHARED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -32,9 +32,9 @@ SHARED_FIELDS = (
     "pad_token_id",
 )
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Values that are never guessed.
+# Values without a default, which must be in the file or given by the caller.
 REQUIRED = ("target_layer_ids", "block_size", "mask_token_id", "vocab_size", "rope_theta")
-# Keys about the file or the producer's class. Each layout writes its own.
+# Keys that describe the file or the producer's class. Each layout writes its own.
 BOOKKEEPING = frozenset(
     {
         "_name_or_path",
@@ -52,11 +52,11 @@ BOOKKEEPING = frozenset(
         "max_window_layers",
     }
 )
-# Nested in `dflash_config` by the reference and read here; what else is nested there is kept as it is.
+# Keys that the reference implementation nests in `dflash_config`. Any other key in there is kept unchanged.
 NESTED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale")
 NESTED_LAYER_KEYS = ("causal", "use_swa", "swa_window_size")
 
-# Module names of other producers for modules of ours.
+# Module names of other producers, and those of the same modules in our network.
 MODULE_NAMES = {
     "context_proj": "fc",
     "context_norm": "hidden_norm",
@@ -64,9 +64,9 @@ MODULE_NAMES = {
     "encoder.fc": "fc",
     "encoder.output_norm_enc": "hidden_norm",
 }
-# Tensors of the target that some producers store with the draft.
+# Tensors of the target that some producers store in the draft's file.
 TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight", "logit_head.weight")
-# Parts of other methods: what holds their tensors, and what they are called.
+# Parts of tensor names that belong to other methods, and what those parts are.
 UNSUPPORTED_PARTS = {
     "d2t": "a reduced draft vocabulary",
     "t2d": "a reduced draft vocabulary",
@@ -83,17 +83,17 @@ UNSUPPORTED_PARTS = {
 
 def layout_of(raw: Mapping[str, Any]) -> str:
     """
-    Tell the layout of a config.json.
+    Determine the layout of a config.json.
 
     Args:
-        raw (`Mapping`): the file as it stands.
+        raw (`Mapping`): The unchanged values of the file.
 
     Returns:
-        `str`: `"native"` (ours, and flat configurations of `model_type: dflash`), `"serving"` (the reference's, which
-        servers read), `"speculators"` or `"muse"`.
+        `str`: `"native"` (ours, and flat configurations of `model_type: dflash`), `"serving"` (that of the reference
+        implementation, which servers read), `"speculators"` or `"muse"` (transformers' own assistant class).
 
     Raises:
-        ValueError: it is no DFlash draft, or one of a kind that this package does not implement.
+        ValueError: The file does not describe a DFlash draft, or describes one of a kind that is not implemented.
     """
     _check_kinds(raw)
     architectures = [str(name) for name in raw.get("architectures") or []]
@@ -101,22 +101,24 @@ def layout_of(raw: Mapping[str, Any]) -> str:
     kind = raw.get("speculators_model_type")
     if any("DSpark" in name for name in architectures) or kind == "dspark":
         raise ValueError(
-            f"The checkpoint is a DSpark draft (architectures={architectures}): its slot k predicts the token after "
-            "the one DFlash's slot k predicts, so it cannot run as DFlash. Use a DFlash draft of this target."
+            f"The checkpoint is a DSpark draft (architectures={architectures}). Its slot k predicts the token after "
+            "the one that DFlash's slot k predicts, so it cannot run as DFlash. Use a DFlash draft of this target."
         )
     if "DFlash2DraftModel" in architectures or kind == "dflash2" or "selector_rank" in nested:
         raise ValueError(
-            "The checkpoint is a DFlash 2 draft (DFlash2DraftModel): its convolutions and its candidate selector are "
-            "not implemented here. Use a DFlash draft of this target."
+            "The checkpoint is a DFlash 2 draft (DFlash2DraftModel), whose convolutions and candidate selector are "
+            "not implemented. Use a DFlash draft of this target."
         )
     if raw.get("sample_from_anchor") or nested.get("sample_from_anchor"):
         raise ValueError(
-            "The checkpoint has sample_from_anchor=true: its slot k predicts the token after the one DFlash's slot k "
-            "predicts. That rule is not implemented; use a draft that was trained without it."
+            "The checkpoint has sample_from_anchor=true, so that its slot k predicts the token after the one that "
+            "DFlash's slot k predicts. This is not implemented. Use a draft that was trained without it."
         )
     if kind is not None:
         if kind != "dflash":
-            raise ValueError(f"speculators_model_type={kind!r} is no DFlash draft; it must be 'dflash'.")
+            raise ValueError(
+                f"speculators_model_type={kind!r} is no DFlash draft, which has 'dflash' there. Use a DFlash draft."
+            )
         return "speculators"
     if raw.get("model_type") == "muse_glimmer_assistant":
         return "muse"
@@ -131,26 +133,28 @@ def layout_of(raw: Mapping[str, Any]) -> str:
 
 
 def _check_kinds(raw: Mapping[str, Any]) -> None:
-    """What is read as an object, a list or a number below must be one: a file can hold anything."""
+    """Refuse values whose JSON type is not the one that the functions below rely on."""
     objects = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "speculators_config")
     for name in (*objects, "verifier"):
         if not isinstance(raw.get(name, None), Mapping | None):
-            raise ValueError(f"{name}={raw[name]!r} in config.json must be an object.")
+            raise ValueError(f"{name}={raw[name]!r} in config.json must be an object. Correct the file.")
     lists = {"architectures": str, "layer_types": str, "target_layer_ids": int, "aux_hidden_state_layer_ids": int}
     for name, kind in lists.items():
         value = raw.get(name)
         if value is not None and not (isinstance(value, list) and all(type(item) is kind for item in value)):
-            raise ValueError(f"{name}={value!r} in config.json must be a list of {kind.__name__}.")
+            raise ValueError(f"{name}={value!r} in config.json must be a list of {kind.__name__}. Correct the file.")
     for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_window_layers", "sliding_window"):
         value, maximum = raw.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
         if value is not None and (type(value) is not int or not 1 <= value <= maximum):
-            raise ValueError(f"{name}={value!r} in config.json must be an int from 1 to {maximum}.")
+            raise ValueError(f"{name}={value!r} in config.json must be an int from 1 to {maximum}. Correct the file.")
     for name in ("model_type", "dtype", "torch_dtype"):
         if not isinstance(raw.get(name), str | None):
-            raise ValueError(f"{name}={raw[name]!r} in config.json must be text.")
+            raise ValueError(f"{name}={raw[name]!r} in config.json must be a string. Correct the file.")
     for name in ("dtype", "torch_dtype"):
         if raw.get(name) not in (None, *DTYPES):
-            raise ValueError(f"{name}={raw[name]!r} in config.json must be one of {', '.join(DTYPES)}.")
+            raise ValueError(
+                f"{name}={raw[name]!r} in config.json must be one of {', '.join(DTYPES)}. Correct the file."
+            )
     for inner in (raw.get("transformer_layer_config"), raw.get("dflash_config"), raw.get("speculators_config")):
         if inner:
             _check_kinds(inner)
@@ -164,20 +168,21 @@ def native_values(
     """
     Translate a config.json of any producer into the values of a [`DFlashConfig`].
 
-    A value that stands in two places must be the same in both. Nothing that a draft needs is guessed; keys that are
-    unknown here are kept.
+    A value that appears in two places must be equal in both. No value that a draft needs is guessed, and unknown keys
+    are kept.
 
     Args:
-        raw (`Mapping`): the file as it stands.
-        given (`Mapping`, *optional*): fields of the configuration that the caller insists on.
-        target_facts (`Callable`, *optional*): gives `vocab_size` and `target_num_hidden_layers` of the target at hand;
-            called only where the file is silent.
+        raw (`Mapping`): The unchanged values of the file.
+        given (`Mapping`, *optional*): Fields of the configuration that override the file.
+        target_facts (`Callable`, *optional*): Returns `vocab_size` and `target_num_hidden_layers` of the target. It is
+            called only if the file lacks one of them.
 
     Returns:
         `dict`: keyword arguments of [`DFlashConfig`].
 
     Raises:
-        ValueError: no DFlash draft, two places that disagree, or a missing value; the message names it.
+        ValueError: The file does not describe a DFlash draft, a value differs between two places, or a value is
+            missing. The message names the value.
     """
     given = given or {}
     layout = layout_of(raw)
@@ -189,38 +194,40 @@ def native_values(
     if rope & given.keys():
         values = {name: value for name, value in values.items() if name not in rope}
     values = {**values, **given}
-    silent = {name for name in ("vocab_size", "target_num_hidden_layers") if values.get(name) is None}
-    if silent and target_facts is not None:
-        values.update({name: value for name, value in target_facts().items() if name in silent})
+    missing = {name for name in ("vocab_size", "target_num_hidden_layers") if values.get(name) is None}
+    if missing and target_facts is not None:
+        values.update({name: value for name, value in target_facts().items() if name in missing})
     found = {**(values.get("rope_parameters") or {}), **{k: v for k, v in values.items() if v is not None}}
     for name in REQUIRED:
         if found.get(name) is None:
             raise ValueError(
-                f"{name} is missing in the draft's config.json ({layout} layout) and is never guessed. "
-                f"Pass {name}= with the value the draft was trained with."
+                f"{name} is missing in the draft's config.json ({layout} layout), and it has no default. "
+                f"Pass {name}= with the value that the draft was trained with."
             )
     return {name: value for name, value in values.items() if name != "rope_theta" or value is not None}
 
 
 def _one_value(name: str, places: Mapping[str, Any]) -> Any:
-    """The value that stands in one or more places of a file; `None` if it stands nowhere."""
+    """Return the value that appears in one or more places of a file, or `None` if it appears nowhere."""
     present = {place: value for place, value in places.items() if value is not None}
     if not present:
         return None
     first = next(iter(present.values()))
     if any(value != first for value in present.values()):
         listed = " and ".join(f"{place}={value}" for place, value in present.items())
-        raise ValueError(f"{name} stands in two places that disagree: {listed}. Make them equal.")
+        raise ValueError(f"{name} differs between two places of config.json: {listed}. Make them equal.")
     return first
 
 
 def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_parameters` of a file, flat; parts that are the target's alone are left out."""
+    """Return `rope_theta` and `rope_parameters` of a file without nesting and without parts that only targets use."""
     rope = _one_value("rope_parameters", {name: raw.get(name) for name in ("rope_parameters", "rope_scaling")}) or {}
-    if {*LAYER_TYPES} & rope.keys():  # a set of values a layer type
+    if {*LAYER_TYPES} & rope.keys():  # The values are given separately for each layer type.
         rope = _one_value("rope_parameters", {f"rope_parameters[{kind!r}]": rope[kind] for kind in rope})
         if not isinstance(rope, Mapping):
-            raise ValueError(f"rope_parameters of a layer type in config.json must be an object, not {rope!r}.")
+            raise ValueError(
+                f"rope_parameters={rope!r} of a layer type in config.json must be an object. Correct the file."
+            )
     foreign = sorted(
         name
         for name, value in {**raw, **rope}.items()
@@ -228,7 +235,8 @@ def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     )
     if foreign:
         logger.warning(
-            f"{', '.join(foreign)} of the draft's config.json is the target's: the draft rotates whole heads."
+            f"{', '.join(foreign)} in the draft's config.json is dropped: it applies to the target only, because the "
+            "draft rotates whole heads."
         )
     rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
     rope.pop("partial_rotary_factor", None)
@@ -239,7 +247,7 @@ def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _geometry(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The shared fields; what the file leaves out has the default of its model type, as for its producer."""
+    """Return the shared fields. A missing one has the default of the file's model type, as for its producer."""
     model_type = raw.get("model_type") or "qwen3"
     reference: Any = CONFIG_MAPPING["qwen3"]()
     defaults = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else reference
@@ -255,7 +263,7 @@ def _geometry(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rest(raw: Mapping[str, Any], *read: str) -> dict[str, Any]:
-    """What is kept as it is: fields of our own, and keys that nobody here knows."""
+    """Return the keys that are kept unchanged: fields of our own configuration and unknown keys."""
     skipped = {*BOOKKEEPING, *read, "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"}
     kept = {name: value for name, value in raw.items() if name not in skipped and not name.startswith("mrope_")}
     dtype = raw.get("dtype", raw.get("torch_dtype"))
@@ -263,7 +271,7 @@ def _rest(raw: Mapping[str, Any], *read: str) -> dict[str, Any]:
 
 
 def _drafting(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands at the top level in older files and in `dflash_config` in newer ones, and the target's depth."""
+    """Return the target's depth and the keys that may be at the top level or in `dflash_config`."""
     nested = raw.get("dflash_config") or {}
     values = {
         name: _one_value(name, {name: raw.get(name), f"dflash_config[{name!r}]": nested.get(name)})
@@ -275,40 +283,40 @@ def _drafting(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _depth_of(raw: Mapping[str, Any], ids: list[int] | None) -> int | None:
-    """The target's depth. `num_target_layers` counts the taps where the depth has a key of its own."""
+    """Return the target's depth. In some files `num_target_layers` holds it, in others the number of layers read."""
     depth, count = raw.get("target_num_hidden_layers"), raw.get("num_target_layers")
     if count is None or count == len(ids or []):
         return depth
     if depth is not None and depth != count:
         raise ValueError(
-            f"num_target_layers={count} is neither the number of target_layer_ids={ids} nor "
-            f"target_num_hidden_layers={depth}. Correct config.json."
+            f"num_target_layers={count} is neither the number of target_layer_ids={ids} nor equal to "
+            f"target_num_hidden_layers={depth}, as it must be. Correct config.json."
         )
     return count
 
 
 def _layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """`layer_types`, `sliding_window` and `is_causal` of the reference's keys."""
+    """Derive `layer_types`, `sliding_window` and `is_causal` from the keys of the reference implementation."""
     window, kinds, is_causal = raw.get("sliding_window"), raw.get("layer_types"), raw.get("is_causal")
     if kinds is None:
         first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") and window else num_layers
         kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
     if is_causal is None:
         is_causal = nested.get("causal")
-    if nested.get("use_swa") and "sliding_attention" not in kinds:  # windows on layers that stay bidirectional
+    if nested.get("use_swa") and "sliding_attention" not in kinds:  # The layers get windows and stay bidirectional.
         kinds, is_causal = ["sliding_attention"] * num_layers, bool(is_causal)
     if "sliding_attention" in kinds:
         window = nested.get("swa_window_size", window)
         if window is None:
             raise ValueError(
-                "layer_types has 'sliding_attention' and no window stands in sliding_window or in "
-                "dflash_config['swa_window_size']. Correct config.json."
+                "layer_types has 'sliding_attention', which needs a window in sliding_window or in "
+                "dflash_config['swa_window_size']. Add it to config.json."
             )
     return {"layer_types": list(kinds), "sliding_window": window, "is_causal": is_causal}
 
 
 def _from_flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Ours, and the same keys in the files of TorchSpec and AngelSpec, which leave some out."""
+    """Read our own layout, whose keys TorchSpec and AngelSpec also write, though not all of them."""
     bookkeeping = ("_name_or_path", "architectures", "auto_map", "transformers_version")
     own = {name: raw[name] for name in bookkeeping if name in raw}
     values = {**own, **_rest(raw, "dflash_config"), **_flat_rope(raw), **_drafting(raw)}
@@ -318,6 +326,7 @@ def _from_flat(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_serving(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the layout of the reference implementation."""
     geometry = _geometry(raw)
     return {
         **_rest(raw, "dflash_config"),
@@ -329,22 +338,23 @@ def _from_serving(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the layout of speculators."""
     inner = raw.get("transformer_layer_config")
     if not isinstance(inner, Mapping):
         raise ValueError(
-            f"transformer_layer_config={inner!r} must be an object in a speculators config.json: it holds the "
-            "draft's sizes."
+            f"transformer_layer_config={inner!r} must be an object in a speculators config.json, because it holds the "
+            "draft's sizes. Correct the file."
         )
     geometry = _geometry(inner)
     draft_vocab_size = raw.get("draft_vocab_size")
     if draft_vocab_size not in (None, geometry["vocab_size"]) and geometry["vocab_size"] is not None:
         raise ValueError(
-            f"draft_vocab_size={draft_vocab_size} is not the target's {geometry['vocab_size']}: a reduced draft "
+            f"draft_vocab_size={draft_vocab_size} differs from the target's {geometry['vocab_size']}. A reduced draft "
             "vocabulary (d2t) is not implemented. Use a draft with the full vocabulary."
         )
     layers = _layers(inner, {}, geometry["num_hidden_layers"])
     by_type = {kind == "sliding_attention" for kind in layers["layer_types"]}
-    if by_type == {layers["is_causal"]}:  # said in so many words for servers, and what the layer types say
+    if by_type == {layers["is_causal"]}:  # The file states for servers what the layer types imply.
         layers["is_causal"] = None
     if layers["is_causal"] is None and True in by_type and raw.get("sliding_window_non_causal"):
         layers["is_causal"] = False
@@ -377,7 +387,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
         **drafting,
         **layers,
         "target_name_or_path": _one_value(
-            "the target's name",
+            "the name of the target",
             {
                 "target_name_or_path": raw.get("target_name_or_path"),
                 "speculators_config.verifier.name_or_path": verifier,
@@ -387,6 +397,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_muse(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the layout of transformers' own assistant class."""
     geometry = _geometry(raw)
     kinds = raw.get("layer_types") or ["sliding_attention"] * geometry["num_hidden_layers"]
     is_sliding = "sliding_attention" in kinds
@@ -396,31 +407,32 @@ def _from_muse(raw: Mapping[str, Any]) -> dict[str, Any]:
         **_flat_rope(raw),
         **_drafting(raw),
         "layer_types": list(kinds),
-        # its windows reach one token further, and look ahead as well as back
+        # In transformers 5.24 its windows reach one token further than ours, and forward as well as backward.
         "sliding_window": (raw.get("sliding_window") or muse_window()) + 1 if is_sliding else None,
         "is_causal": False if is_sliding else raw.get("is_causal"),
     }
 
 
 def muse_window() -> int:
-    """`int`: window in tokens that transformers' own class takes where its file names none."""
+    """Return the default window of transformers' own assistant class in tokens."""
     return CONFIG_MAPPING["muse_glimmer_assistant"]().sliding_window
 
 
 def _check_mask_token(values: Mapping[str, Any]) -> None:
+    """Refuse a mask token that occurs in text."""
     mask = values.get("mask_token_id")
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         token_ids = values.get(name)
         if mask is not None and mask in (token_ids if isinstance(token_ids, list) else [token_ids]):
             raise ValueError(
-                f"mask_token_id={mask} of the draft's config.json is also its {name}, a token that occurs in text. "
-                "Pass mask_token_id= to insist on it, or correct the file."
+                f"mask_token_id={mask} in the draft's config.json is also its {name}, but a mask token must not occur "
+                "in text. Pass mask_token_id= to use it nevertheless, or correct the file."
             )
 
 
 def native_tensor_name(name: str) -> str:
     """
-    The name of a tensor of any producer in our network.
+    Translate a tensor name of any producer into that of our network.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""The config.json that other readers want, and their names of a draft's tensors: dictionaries alone."""
+"""Writes config.json and tensor names for the readers of other layouts. It needs only dictionaries, not torch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 from ..model.configuration_dflash import DFlashConfig
-from . import LAYOUTS
 from .read_layouts import BOOKKEEPING, SHARED_FIELDS, muse_window
 
 
 def layout_config(config: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
     """
-    Write the config.json of another layout.
+    Make the config.json of another layout.
 
     Args:
-        config ([`DFlashConfig`]): of the draft.
+        config ([`DFlashConfig`]): The draft's configuration.
         layout (`str`): `"serving"`, `"speculators"` or `"muse"`.
-        dtype (`str`): of the tensors beside it, as `"bfloat16"`.
+        dtype (`str`): The dtype of the tensors beside it, for example `"bfloat16"`.
 
     Returns:
-        `dict`: ready for JSON.
+        `dict`: plain values for JSON.
 
     Raises:
-        ValueError: the layout cannot say what this draft computes; the message says what.
+        ValueError: The layout has no key for something that this draft computes. The message names it.
     """
     writers: dict[str, Callable[[DFlashConfig], dict[str, Any]]] = {
         "serving": _to_serving,
@@ -31,17 +30,17 @@ def layout_config(config: DFlashConfig, layout: str, dtype: str) -> dict[str, An
         "muse": _to_muse,
     }
     if layout not in writers:
-        raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}.")
+        raise ValueError(f"layout={layout!r} must be one of {', '.join(writers)}. Choose one of them.")
     return {**writers[layout](config), "dtype": dtype}
 
 
 def _rope_spellings(config: DFlashConfig) -> dict[str, Any]:
-    """Both spellings: older readers know one, newer ones the other."""
+    """Return both spellings of the rotary base, because older and newer readers know one each."""
     return {"rope_theta": config.rope_theta, "rope_parameters": dict(config.rope_parameters or {})}
 
 
 def _kept(config: DFlashConfig, *expressed: str) -> dict[str, Any]:
-    """What a layout has no key for: our fields that are set, and the unknown keys that the draft came with."""
+    """Return what a layout has no key for: fields of ours that are set, and unknown keys of the draft's origin."""
     bookkeeping = {
         *BOOKKEEPING,
         *SHARED_FIELDS,
@@ -61,14 +60,16 @@ def _kept(config: DFlashConfig, *expressed: str) -> dict[str, Any]:
 
 
 def _shared(config: DFlashConfig) -> dict[str, Any]:
+    """Return the fields that all layouts name as Qwen3 does."""
     return {name: getattr(config, name) for name in SHARED_FIELDS}
 
 
 def _to_serving(config: DFlashConfig) -> dict[str, Any]:
+    """Write the layout of the reference implementation, which servers read."""
     if config.target_num_hidden_layers is None:
         raise ValueError(
-            "The serving layout states the target's depth, and this draft does not know it. Load it with target=, or "
-            "pass target_num_hidden_layers=."
+            "target_num_hidden_layers is None, but the serving layout contains the depth of the target. Load the "
+            "draft with target=, or pass target_num_hidden_layers=."
         )
     layer_types = config.layer_types or []
     drafting = {
@@ -96,12 +97,13 @@ def _to_serving(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _to_speculators(config: DFlashConfig) -> dict[str, Any]:
+    """Write the layout of speculators."""
     layer_types = config.layer_types or []
     causal = {kind: config.in_block_causal(index) for index, kind in enumerate(layer_types)}
     if causal.get("full_attention"):
         raise ValueError(
-            f"The speculators layout cannot say is_causal={config.is_causal} for full attention: its full layers see "
-            "the whole block. Write the serving layout."
+            f"is_causal={config.is_causal} cannot be expressed for full attention in the speculators layout, whose "
+            "full layers see the whole block. Write the serving layout."
         )
     inner = {
         "model_type": "qwen3",
@@ -112,7 +114,7 @@ def _to_speculators(config: DFlashConfig) -> dict[str, Any]:
         "use_sliding_window": "sliding_attention" in layer_types,
         "tie_word_embeddings": False,
     }
-    if len(set(causal.values())) == 1:  # vLLM reads this one first, and knows one value for all layers
+    if len(set(causal.values())) == 1:  # vLLM reads this key first and applies it to all layers.
         inner["is_causal"] = next(iter(causal.values()))
     kept = _kept(config, "target_name_or_path")
     if config.is_causal is not None:
@@ -139,17 +141,23 @@ def _to_speculators(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _to_muse(config: DFlashConfig) -> dict[str, Any]:
+    """Write the layout of transformers' own assistant class."""
     layer_types = config.layer_types or []
     is_sliding = "sliding_attention" in layer_types
     if any(config.in_block_causal(index) for index in range(len(layer_types))):
         raise ValueError(
-            "The muse layout cannot say that a slot sees only the slots before it: all its layers see the whole "
-            "block. Write the serving layout."
+            "Layers that are causal inside the block cannot be expressed in the muse layout, whose layers all see the "
+            "whole block. Write the serving layout."
         )
     if config.attention_bias:
-        raise ValueError("The muse layout has no attention_bias: its projections are without. Write another layout.")
+        raise ValueError(
+            "attention_bias=True cannot be expressed in the muse layout, whose projections have no bias. Write "
+            "another layout."
+        )
     if is_sliding and (config.sliding_window or 0) < 2:
-        raise ValueError(f"sliding_window={config.sliding_window} must be at least 2 in the muse layout.")
+        raise ValueError(
+            f"sliding_window={config.sliding_window} must be at least 2 in the muse layout. Write another layout."
+        )
     written = {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
@@ -161,7 +169,7 @@ def _to_muse(config: DFlashConfig) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids or []),
         **_kept(config, "dflash_config"),
-        # where one of vLLM's two model runners looks for them
+        # One of the two model runners of vLLM reads these keys here.
         "dflash_config": {
             **getattr(config, "dflash_config", {}),
             "mask_token_id": config.mask_token_id,
@@ -172,7 +180,7 @@ def _to_muse(config: DFlashConfig) -> dict[str, Any]:
 
 
 def layout_tensor_name(name: str, layout: str) -> str:
-    """The name of a tensor of our network in a layout that is to be written."""
+    """Translate a tensor name of our network into that of another layout."""
     module, _, leaf = name.rpartition(".")
     muse_names = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
     return f"{muse_names[module]}.{leaf}" if layout == "muse" and module in muse_names else name

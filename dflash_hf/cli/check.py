@@ -1,4 +1,4 @@
-"""`dflash-hf check`: who can load a draft, and why not."""
+"""The command `dflash-hf check`, which shows which software can load a draft."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from .convert import Fields, parse_fields
 
 def check(
     draft: Annotated[str, typer.Argument(help="Folder or Hub name of a draft, in any layout.")],
-    target: Annotated[str | None, typer.Option(help="Folder or Hub name: also compare the pair.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Folder or Hub name of the target, to be compared with the draft.")
+    ] = None,
     fields: Fields = None,
 ) -> None:
-    """Say who can load a draft and what to do for those who cannot; exit code 1 if this package cannot."""
+    """Show which software can load a draft and how to convert it (exit code 1 if this package cannot load it)."""
     from ..checkpoints.compatibility import READERS, check_checkpoint
 
     report = check_checkpoint(draft, target=target, **parse_fields(fields))
@@ -31,7 +33,7 @@ def check(
             markup=False,
             highlight=False,
         )
-    table = Table("reader", "loads it", "why, or under which condition", show_lines=True)
+    table = Table("reader", "loads it", "reasons or conditions", show_lines=True)
     for verdict in report.verdicts:
         answer = "[green]yes[/]" if verdict.can_load else "[red]no[/]"
         table.add_row(READERS[verdict.reader], answer, "; ".join(verdict.reasons).replace("[", r"\["))

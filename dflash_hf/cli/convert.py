@@ -1,4 +1,4 @@
-"""`dflash-hf convert`: one layout of a draft into another."""
+"""The command `dflash-hf convert`, which writes a draft in another layout."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ DTYPES = ("auto", "bfloat16", "float32")
 
 Fields = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A value that config.json leaves out, as name=value; repeat it for more."),
+    typer.Option("--set", help="Value that config.json lacks, as name=value. Can be repeated."),
 ]
 
 
 def parse_fields(settings: list[str] | None) -> dict[str, Any]:
     """
-    Read `name=value` settings of a draft's configuration; values are JSON, or text.
+    Parse `name=value` settings of a draft's configuration. Values are JSON, or else text.
 
     Args:
-        settings (`list[str]`, *optional*): as `["block_size=16", "target_layer_ids=[1,9]"]`.
+        settings (`list[str]`, *optional*): The settings, for example `["block_size=16", "target_layer_ids=[1,9]"]`.
 
     Returns:
-        `dict`
+        `dict`: the values under the names of their fields.
 
     Raises:
-        ValueError: a setting has no `=`, or names no field.
+        ValueError: A setting has no `=`, or does not name a field.
     """
     from ..model.configuration_dflash import DFlashConfig
 
@@ -38,7 +38,9 @@ def parse_fields(settings: list[str] | None) -> dict[str, Any]:
     for setting in settings or []:
         name, is_given, text = setting.partition("=")
         if not is_given or name not in DFlashConfig.field_names():
-            raise ValueError(f"--set {setting}: give name=value with a field of DFlashConfig, as in block_size=16.")
+            raise ValueError(
+                f"--set {setting} is not name=value with a field of DFlashConfig. Write it as in --set block_size=16."
+            )
         try:
             values[name] = json.loads(text)
         except json.JSONDecodeError:
@@ -48,23 +50,24 @@ def parse_fields(settings: list[str] | None) -> dict[str, Any]:
 
 def convert(
     source: Annotated[str, typer.Argument(help="Folder or Hub name of a draft, in any layout.")],
-    destination: Annotated[Path, typer.Argument(help='New folder; name it with "DFlash" for vLLM.')],
+    destination: Annotated[Path, typer.Argument(help='New folder. For vLLM its name must contain "DFlash".')],
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(LAYOUTS)}.")] = "serving",
     dtype: Annotated[
-        str, typer.Option(help="auto, bfloat16 or float32; auto is bfloat16 for serving, else as it is.")
+        str,
+        typer.Option(help="auto, bfloat16 or float32. auto is bfloat16 for the serving layout, else the draft's own."),
     ] = "auto",
     target: Annotated[
-        str | None, typer.Option(help="Folder or Hub name of the target, where the draft alone does not say enough.")
+        str | None, typer.Option(help="Folder or Hub name of the target, needed if the draft's files are incomplete.")
     ] = None,
     fields: Fields = None,
 ) -> None:
-    """Write a draft in the layout that another reader wants: vLLM, SGLang, speculators, transformers' own class."""
+    """Write a draft in the layout of vLLM and SGLang, of speculators, or of transformers' own class."""
     import torch
 
     from ..checkpoints.io import convert_checkpoint
 
     if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
+        raise ValueError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}. Choose one of them.")
     folder = convert_checkpoint(
         source,
         destination,
@@ -75,6 +78,10 @@ def convert(
     )
     console = Console()
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e6
-    console.print(f"{folder}: {layout} layout, {size:.1f} MB. dflash-hf check {folder} says who can load it.")
+    console.print(
+        f"Wrote {folder} in the {layout} layout ({size:.1f} MB). dflash-hf check {folder} lists its readers."
+    )
     if layout == "serving" and "dflash" not in str(folder.resolve()).lower():
-        console.print('vLLM knows a draft by "dflash" in its path: rename the folder, or give "method": "dflash".')
+        console.print(
+            'vLLM recognises a draft by "dflash" in its path, so rename the folder or pass "method": "dflash" to vLLM.'
+        )

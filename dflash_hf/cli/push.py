@@ -1,4 +1,4 @@
-"""`dflash-hf push`: a saved draft goes to the Hub."""
+"""The command `dflash-hf push`, which pushes a saved draft to the Hub."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ def push(
     folder: Annotated[Path, typer.Argument(help="Folder of the saved draft.")],
     repo: Annotated[str, typer.Argument(help="Repository for transformers, for example me/my-draft.")],
     serving_repo: Annotated[
-        str | None, typer.Option(help="Also push the layout for vLLM and SGLang there; needs DFlash in its name.")
+        str | None, typer.Option(help="Repository for the layout of vLLM and SGLang, with DFlash in its name.")
     ] = None,
     target_name: Annotated[
-        str | None, typer.Option(help="Hub name of the target; needed if the draft names its target by a folder.")
+        str | None, typer.Option(help="Hub name of the target, needed if the draft names it by a folder.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make new repositories private.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create new repositories as private.")] = False,
 ) -> None:
-    """Push a saved draft and its card to the Hub, as the user who is logged in (hf auth login)."""
+    """Push a saved draft and its model card to the Hub, as the user who is logged in (hf auth login)."""
     from ..hub.push import publish_draft
 
     console = Console()
     console.print(f"Pushing the draft in {folder} ...", soft_wrap=True)
     commits = publish_draft(folder, repo, serving_repo=serving_repo, target_name=target_name, private=private or None)
     for layout, commit in zip(("native", "serving"), commits.values(), strict=False):
-        console.print(f"{layout} layout: {commit.repo_url}", soft_wrap=True)
+        console.print(f"Pushed the {layout} layout to {commit.repo_url}.", soft_wrap=True)
