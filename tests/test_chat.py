@@ -285,8 +285,8 @@ def test_acceptance_length_and_drafted_characters_are_those_of_the_decoding(toke
     statistics = speculative_generate(target, draft, prompt, max_new_tokens=41, do_sample=False).statistics
     assert statistics.num_plain_passes == 0
     assert answer.committed == [1, *statistics.committed[0]]
-    assert Speed.of(answer).acceptance_length == statistics.accept_len > 1.5
-    assert f"acceptance length {statistics.accept_len:.2f} of 4" in session.describe_response(answer)
+    assert Speed.of(answer).acceptance_length == statistics.acceptance_length > 1.5
+    assert f"acceptance length {statistics.acceptance_length:.2f} of 4" in session.describe_response(answer)
 
 
 def test_speed_leaves_the_prompt_out(monkeypatch):

@@ -11,7 +11,7 @@ from transformers.generation import logits_process
 
 from dflash_hf.decoding.acceptance import accept_by_probability, accept_greedily
 from dflash_hf.decoding.generate import speculative_generate
-from dflash_hf.decoding.logits_processing import BlockScores
+from dflash_hf.decoding.logits_processing import BlockLogitsProcessor
 from dflash_hf.target.hidden_states import target_hidden_states
 
 NUM_DRAWS, VOCABULARY = 20_000, 7
@@ -57,7 +57,7 @@ class Bigram:
 
     def draw_pairs(self, proposal: str, accept=accept_by_probability) -> tuple[torch.Tensor, torch.Tensor, float]:
         """First two committed tokens of many draws; a second pass continues where the first committed one token."""
-        scores_of = BlockScores(self.processors, self.num_draws)
+        scores_of = BlockLogitsProcessor(self.processors, self.num_draws)
         tokens = self.prompt.repeat(self.num_draws, 1)
 
         def run(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,7 @@ class Bigram:
             if proposal == "argmax":
                 drafted, q = draft_scores.argmax(-1), None
             else:
-                q = scores_of.prefix_free(draft_scores)
+                q = scores_of.apply_prefix_free(draft_scores)
                 drafted = torch.multinomial(q.softmax(-1).flatten(0, 1), 1).view(len(tokens), 2)
             text = torch.cat([tokens, drafted], dim=1)
             length = tokens.shape[1]
@@ -233,7 +233,7 @@ def test_sampled_rows_of_the_whole_loop_have_the_distribution_of_plain_sampling(
         target, draft, **inputs, **settings, max_new_tokens=4, num_return_sequences=rows, **how
     )
     assert drafted.sequences.shape == (rows, 8)
-    assert 1.05 < drafted.statistics.expected_accept_len < 4
+    assert 1.05 < drafted.statistics.expected_acceptance_length < 4
     for column in (4, 5):  # the pair after the prompt, and the pair after the first of it
         exact: dict[tuple[int, int], float] = {}
         counts: dict[tuple[int, int], int] = {}
@@ -271,9 +271,9 @@ def test_expected_acceptance_of_a_call_is_what_the_targets_probabilities_say():
         logits = logits.masked_fill(logits < logits.topk(4).values[:, -1:], -torch.inf)
     proposals = proposed_tokens(target, draft, decoded.sequences[:, :3])
     by_hand = 1 + logits.softmax(-1).gather(1, proposals[:, None]).mean().item()
-    assert statistics.expected_accept_len == pytest.approx(by_hand, rel=1e-4)
+    assert statistics.expected_acceptance_length == pytest.approx(by_hand, rel=1e-4)
     assert statistics.num_tokens == 1200
-    assert 1.1 < statistics.accept_len == pytest.approx(by_hand, abs=0.08)
+    assert 1.1 < statistics.acceptance_length == pytest.approx(by_hand, abs=0.08)
 
 
 def proposed_tokens(target, draft, texts: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def test_a_target_that_starts_anew_is_refused_before_the_prefill(name):
     draft = make_draft(target)
     passes = count_passes(target)
     kinds = "recurrent layers" if name == "rwkv" else "layers of type linear_attention"
-    pattern = re.escape("some/target") + f".* has {kinds} that do not go on from a cache .* Use plain generate"
+    pattern = re.escape("some/target") + f".* has {kinds} that do not continue from a cache .* Use plain generate"
     for _ in range(2):
         with pytest.raises(ValueError, match=pattern):
             speculative_generate(target, draft, **PROMPT, **GREEDY, max_new_tokens=4)
@@ -62,7 +62,7 @@ def test_a_state_outside_the_cache_is_found_even_if_it_is_carried_on():
     plain = target.generate(**PROMPT, **GREEDY, max_new_tokens=12)
     logits = target(plain, use_cache=False).logits[0, 2:-1]
     assert logits.argmax(-1).tolist() == plain[0, 3:].tolist()
-    with pytest.raises(ValueError, match="do not go on from a cache"):
+    with pytest.raises(ValueError, match="do not continue from a cache"):
         check_cache_continuation(target)
 
 
@@ -99,6 +99,9 @@ def test_layers_of_unknown_type_are_named_before_the_prefill():
     target = make_family("llama4")
     draft = make_draft(target)
     passes = count_passes(target)
-    with pytest.raises(ValueError, match="layers of type chunked_attention, whose cache cannot be taken back"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers of type chunked_attention, and .* needs layers whose cache can be reset when drafted",
+    ):
         speculative_generate(target, draft, **PROMPT, **GREEDY, max_new_tokens=4)
     assert passes == []

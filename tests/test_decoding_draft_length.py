@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dflash_hf.decoding.draft_length import AdaptiveBlockLength, PassTimes
+from dflash_hf.decoding.draft_length import AdaptiveDraftLength, LatencyModel
 
 
 def simulate(
@@ -12,7 +12,7 @@ def simulate(
     acceptance,
     num_tokens,
     *,
-    times: PassTimes | None = None,
+    times: LatencyModel | None = None,
     tree_gain: float = 0.0,
     use_trees: bool = False,
     num_rows: int = 1,
@@ -20,7 +20,7 @@ def simulate(
 ) -> tuple[float, list[int]]:
     """Time and choices on a made-up machine and text: `seconds(tokens)` a pass, `acceptance` of a drafted slot."""
     now, chance, choices, lengths = 0.0, random.Random(seed), [], [0] * num_rows
-    adaptive = AdaptiveBlockLength(times or PassTimes(6), use_trees, clock=lambda: now)
+    adaptive = AdaptiveDraftLength(times or LatencyModel(6), use_trees, clock=lambda: now)
     while min(lengths) < num_tokens:
         adaptive.start_pass()
         tokens = adaptive.choose(num_rows)
@@ -58,7 +58,7 @@ def test_moods_of_the_machine_do_not_keep_a_useless_draft_in_use_nor_a_good_one_
     shares = {0.0: [], 0.6: []}
     for acceptance in shares:
         for seed in range(10):
-            machine, times = on_a_moody_machine(drafting_costs_a_third, seed), PassTimes(6)
+            machine, times = on_a_moody_machine(drafting_costs_a_third, seed), LatencyModel(6)
             simulate(machine, acceptance, 100, times=times, use_trees=use_trees, tree_gain=0.3 * acceptance)
             _, choices = simulate(
                 machine, acceptance, 300, times=times, use_trees=use_trees, tree_gain=0.3 * acceptance, seed=seed
@@ -71,7 +71,7 @@ def test_moods_of_the_machine_do_not_keep_a_useless_draft_in_use_nor_a_good_one_
 
 @pytest.mark.parametrize("seed", range(5))
 def test_text_that_is_never_guessed_costs_at_most_five_percent_over_plain_decoding(seed):
-    times = PassTimes(6)
+    times = LatencyModel(6)
     simulate(drafting_costs_a_third, 0.5, 50, times=times)  # an earlier call of the same pair
     seconds, _ = simulate(drafting_costs_a_third, 0.0, 256, times=times, seed=seed)
     assert 256 / seconds >= 0.95
@@ -91,10 +91,10 @@ def test_slots_that_cost_more_than_they_bring_are_left_out():
 
 
 def test_a_text_that_becomes_easy_is_drafted_again():
-    times = PassTimes(6)
+    times = LatencyModel(6)
     simulate(drafting_costs_a_third, 0.5, 50, times=times)
     now, choices = 0.0, []
-    adaptive = AdaptiveBlockLength(times, use_trees=False, clock=lambda: now)
+    adaptive = AdaptiveDraftLength(times, use_trees=False, clock=lambda: now)
     for index in range(300):
         adaptive.start_pass()
         tokens = adaptive.choose(1)
@@ -122,7 +122,7 @@ def test_trees_are_not_tried_with_many_rows():
 
 
 def test_lengths_that_were_not_tried_lie_between_their_neighbours():
-    times = PassTimes(6)
+    times = LatencyModel(6)
     for tokens, seconds in ((1, 7.0), (1, 1.0), (3, 2.0), (3, 3.0), (6, 9.0), (6, 5.0)):
         times.add(4, tokens, seconds)
     assert times.missing(4, []) == []

@@ -38,15 +38,21 @@ PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(
         ({"penalty_alpha": 0.5, "top_k": 4}, "ask for contrastive search"),
         ({"dola_layers": "low"}, "ask for dola generation"),
         ({"prompt_lookup_num_tokens": 3}, "ask for assisted generation"),
-        ({"output_hidden_states": True}, "output_hidden_states=True is not collected"),
-        ({"output_attentions": True}, "output_attentions=True is not collected"),
-        ({"block_size": 0}, "block_size=0 must be 'auto' or 1 to 4"),
-        ({"block_size": 5}, "block_size=5 must be 'auto' or 1 to 4"),
-        ({"block_size": "many"}, "block_size='many' must be 'auto' or 1 to 4"),
+        ({"output_hidden_states": True}, "output_hidden_states=True was passed, .* does not collect it. Leave it out"),
+        ({"output_attentions": True}, "output_attentions=True was passed, .* does not collect it. Leave it out"),
+        ({"block_size": 0}, "block_size=0 must be 'auto' or a number from 1 to 4"),
+        ({"block_size": 5}, "block_size=5 must be 'auto' or a number from 1 to 4"),
+        ({"block_size": "many"}, "block_size='many' must be 'auto' or a number from 1 to 4"),
         ({"proposal": "best"}, "proposal='best' must be one of argmax, sample"),
-        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "zeros after real tokens. Pad prompts on the left"),
-        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "zeros after real tokens. Pad prompts on the left"),
-        ({"attention_mask": torch.ones(1, 7)}, "attention_mask covers 7 tokens and input_ids has 3.*pass all of it"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 0]])},
+            "zeros after real tokens, .* padded on the left. Set tokenizer.padding_side='left'",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1, 0, 1]])},
+            "zeros after real tokens, .* padded on the left. Set tokenizer.padding_side='left'",
+        ),
+        ({"attention_mask": torch.ones(1, 7)}, "attention_mask covers 7 tokens and input_ids has 3.*Pass all of it"),
         ({"inputs_embeds": torch.ones(1, 3, 32)}, "inputs_embeds were given.*Pass input_ids alone"),
         ({"inputs_embeds": torch.ones(1, 3, 32), "input_ids": None}, "inputs_embeds were given.*Pass input_ids alone"),
     ],
@@ -81,12 +87,12 @@ def test_what_is_no_draft_and_what_is_another_targets_draft_is_refused():
     target = make_target()
     draft = make_draft(target)
     how = re.escape(
-        "must be a DFlashDraftModel: target.generate(**inputs, custom_generate=dflash_decoding, draft=draft)."
+        "and must be a DFlashDraftModel. Call target.generate(**inputs, custom_generate=dflash_decoding, draft=draft)."
     )
     for wrong in (target, "some/draft"):
-        with pytest.raises(TypeError, match=f"draft={type(wrong).__name__} {how}"):
+        with pytest.raises(TypeError, match=f"draft has the type {type(wrong).__name__} {how}"):
             speculative_generate(target, wrong, **PROMPT, **GREEDY)
-    with pytest.raises(TypeError, match=f"draft=NoneType {how}"):  # the name that classic generation uses
+    with pytest.raises(TypeError, match=f"draft has the type NoneType {how}"):  # the name that classic generation uses
         target.generate(**PROMPT, **GREEDY, custom_generate=dflash_decoding, assistant_model=draft)
     with pytest.raises(ValueError, match=r"width 32 against 64.*Use the draft with its own target"):
         speculative_generate(make_target(hidden_size=64, num_attention_heads=8), draft, **PROMPT, **GREEDY)
@@ -96,7 +102,7 @@ def test_an_encoder_decoder_is_refused():
     config = T5Config(
         vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
     )
-    with pytest.raises(ValueError, match="has an encoder; a draft needs a decoder-only model"):
+    with pytest.raises(ValueError, match="has an encoder, and a draft needs a decoder-only model"):
         speculative_generate(AutoModelForSeq2SeqLM.from_config(config), make_draft(make_target()), **PROMPT, **GREEDY)
 
 
@@ -124,7 +130,7 @@ def test_position_biases_that_need_rows_of_equal_length_take_one_row(config):
     assert torch.equal(speculative_generate(target, draft, **PROMPT, **settings).sequences, plain)
     unpadded = {name: value.repeat(2, 1) for name, value in PROMPT.items()}
     for rows in (ragged_prompts(2), unpadded):
-        with pytest.raises(ValueError, match=r"(position bias .ALiBi|its windows).*Decode one row at a time"):
+        with pytest.raises(ValueError, match=r"(position bias .ALiBi|its windows).*Decode one sequence at a time"):
             speculative_generate(target, draft, **rows, **settings)
 
 
@@ -134,7 +140,7 @@ def test_attention_without_a_mask_of_our_own_takes_one_row(padded):
     draft = make_draft(target)
     target.config._attn_implementation = "flash_attention_2"
     rows = ragged_prompts(2) if padded else {name: value.repeat(2, 1) for name, value in PROMPT.items()}
-    with pytest.raises(ValueError, match=r"takes no mask for rows of different lengths.*one row at a time"):
+    with pytest.raises(ValueError, match=r"takes no mask for sequences of different lengths.*one sequence at a time"):
         speculative_generate(target, draft, **rows, **GREEDY)
 
 
@@ -148,7 +154,9 @@ def test_other_kinds_of_cache_do_not_change_the_text(name, implementation, caplo
     for _ in range(2):
         drafted = speculative_generate(target, draft, **PROMPT, **GREEDY, cache_implementation=implementation)
         assert torch.equal(drafted.sequences, plain)
-    warnings = [record.message for record in caplog.records if "is not used: decoding with a draft" in record.message]
+    warnings = [
+        record.message for record in caplog.records if "is not used, because decoding with a draft" in record.message
+    ]
     assert len(warnings) == implementation.startswith("offloaded")
     static = StaticCache(config=target.config, max_cache_len=32)
     for more in ({"cache": static}, {"use_cache": False}):
@@ -166,11 +174,11 @@ def test_a_cache_of_plain_generation_gives_the_text_of_a_fresh_run(name, caplog)
     fresh = target.generate(**inputs, **GREEDY)
     transformers_logging.warning_once.cache_clear()
     for mask in ({}, {"attention_mask": inputs["attention_mask"]}):
-        with pytest.raises(ValueError, match=r"goes on from a cache with the new tokens alone.*pass all of it"):
+        with pytest.raises(ValueError, match=r"continues from a cache with the new tokens alone.*Pass all of it"):
             speculative_generate(target, draft, longer[:, -3:], **GREEDY, cache=cache, **mask)
     drafted = speculative_generate(target, draft, **inputs, **GREEDY, cache=cache)
     assert torch.equal(drafted.sequences, fresh)
-    assert "the whole text is read, and the cache is left as it is" in caplog.text
+    assert "so the whole text is read and the cache stays unchanged" in caplog.text
 
 
 @pytest.mark.parametrize("by_config", [False, True])

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dflash_hf.decoding import gqa_attention as module_under_test
 from dflash_hf.decoding.generate import speculative_generate
-from dflash_hf.decoding.gqa_attention import NAME, packed_attention, packed_sdpa
+from dflash_hf.decoding.gqa_attention import NAME, grouped_query_sdpa, use_grouped_query_sdpa
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 9}
 PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
@@ -45,7 +45,7 @@ def test_packed_attention_is_that_of_transformers(groups, mask_queries, scaling,
     monkeypatch.setattr(
         module_under_test, "sdpa_attention_forward", lambda *a, **k: calls.append(1) or sdpa_attention_forward(*a, **k)
     )
-    output, weights = packed_sdpa(layer, query, key, value, mask, scaling=scaling)
+    output, weights = grouped_query_sdpa(layer, query, key, value, mask, scaling=scaling)
     assert weights is None
     assert output.shape == (2, 5, 2 * groups, 6)
     assert output.is_contiguous()
@@ -57,7 +57,7 @@ def test_a_mask_that_all_rows_share_is_enough():
     layer, query, key, value = layer_inputs(3)
     mask = random_mask(1, 5)
     expected, _ = sdpa_attention_forward(layer, query, key, value, mask)
-    torch.testing.assert_close(packed_sdpa(layer, query, key, value, mask)[0], expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(grouped_query_sdpa(layer, query, key, value, mask)[0], expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_is_not_packed_goes_to_transformers_as_it_came(case, monkeypatch):
         return "what transformers returned"
 
     monkeypatch.setattr(module_under_test, "sdpa_attention_forward", spy)
-    assert packed_sdpa(layer, query, key, value, mask, scaling=0.3, **more) == "what transformers returned"
+    assert grouped_query_sdpa(layer, query, key, value, mask, scaling=0.3, **more) == "what transformers returned"
     args, kwargs = calls[0]
     assert all(got is given for got, given in zip(args, (layer, query, key, value, mask), strict=True))
     assert kwargs == {"dropout": 0.0, "scaling": 0.3, **more}
@@ -98,10 +98,10 @@ def test_the_configuration_is_back_after_the_context_and_after_an_exception():
     target = make_target()
     draft = make_draft(target)
     configs = [target.config, draft.config]
-    with packed_attention(target, draft):
+    with use_grouped_query_sdpa(target, draft):
         assert [config._attn_implementation for config in configs] == [NAME, NAME]
     assert [config._attn_implementation for config in configs] == ["sdpa", "sdpa"]
-    with pytest.raises(KeyError), packed_attention(target, draft, target):
+    with pytest.raises(KeyError), use_grouped_query_sdpa(target, draft, target):
         raise KeyError
     assert [config._attn_implementation for config in configs] == ["sdpa", "sdpa"]
 
@@ -109,7 +109,7 @@ def test_the_configuration_is_back_after_the_context_and_after_an_exception():
 def test_the_text_model_of_a_multimodal_target_is_packed_alone():
     target = make_multimodal()
     config = target.config
-    with packed_attention(target):
+    with use_grouped_query_sdpa(target):
         assert config.text_config._attn_implementation == NAME
         assert config.vision_config._attn_implementation == "sdpa"
         assert target.model.language_model.config._attn_implementation == NAME
@@ -121,7 +121,7 @@ def test_other_attention_is_left_alone():
     assert eager.config._attn_implementation == "eager"
     falcon = AutoModelForCausalLM.from_config(FalconConfig(vocab_size=97, hidden_size=32, num_attention_heads=4))
     assert falcon.config._attn_implementation == "sdpa"
-    with packed_attention(eager, falcon):
+    with use_grouped_query_sdpa(eager, falcon):
         assert eager.config._attn_implementation == "eager"
         assert falcon.config._attn_implementation == "sdpa"
 

@@ -8,7 +8,7 @@ import torch
 from decoding_pairs import make_family
 from transformers import LlamaConfig
 
-from dflash_hf.decoding.kv_cache import GROWTH_COLUMNS, RowCache
+from dflash_hf.decoding.kv_cache import GROWTH_COLUMNS, RaggedCache
 
 WINDOW = 7
 
@@ -26,7 +26,7 @@ def keys_of(columns: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def test_every_visible_column_holds_what_was_written_there_last():
     """Blocks accepted in part, rows that leave, and more columns than the first buffers have."""
     generator = torch.Generator().manual_seed(0)
-    cache, num_rows = RowCache(config()), 4
+    cache, num_rows = RaggedCache(config()), 4
     written = reference.RowLists(num_rows)
     lengths = [0] * num_rows
     for step in range(180):
@@ -52,7 +52,7 @@ def test_every_visible_column_holds_what_was_written_there_last():
         lengths = [length + (9 if step == 0 else kept) for length, kept in zip(lengths, accepted, strict=True)]
         if step in (40, 80, 120):
             keep = [row for row in range(num_rows) if row != 1]
-            cache.select_rows(torch.tensor(keep))
+            cache.batch_select_indices(torch.tensor(keep))
             written.keep(keep)
             lengths, num_rows = [lengths[row] for row in keep], num_rows - 1
     assert max(lengths) > GROWTH_COLUMNS + 20
@@ -60,7 +60,7 @@ def test_every_visible_column_holds_what_was_written_there_last():
 
 
 def test_keys_for_nobody_are_written_where_nobody_looks():
-    cache = RowCache(config())
+    cache = RaggedCache(config())
     cache.place(0, 3, torch.tensor([[0, 1, 2], [0, 3, 3]]))
     keys = torch.arange(18.0).view(2, 1, 3, 3) + 1
     got, _ = cache.update(keys, keys, 0)
@@ -74,7 +74,7 @@ def test_keys_for_nobody_are_written_where_nobody_looks():
 def test_recurrent_states_go_back_row_by_row(name):
     """A clone is kept: models change their states in place."""
     target = make_family(name)
-    cache = RowCache(target.config)
+    cache = RaggedCache(target.config)
     generator = torch.Generator().manual_seed(0)
 
     def read(count: int, start: int) -> None:
@@ -110,7 +110,7 @@ def test_recurrent_states_go_back_row_by_row(name):
         assert torch.equal(now[1], old[1])
     now = states()
     cache.save_states()
-    cache.select_rows(torch.tensor([2, 0]))
+    cache.batch_select_indices(torch.tensor([2, 0]))
     assert all(torch.equal(a[[2, 0]], b) for a, b in zip(now, states(), strict=True))
     read_after = states()
     cache.restore_states()

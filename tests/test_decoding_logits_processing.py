@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from dflash_hf.decoding.generate import speculative_generate
-from dflash_hf.decoding.logits_processing import PREFIX_FREE, BlockScores
+from dflash_hf.decoding.logits_processing import PREFIX_FREE, BlockLogitsProcessor
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 16}
 
@@ -82,10 +82,10 @@ def test_processors_that_look_at_scores_alone_take_one_call_for_a_block():
     scores = torch.randn(3, 4, 11, generator=generator)
     penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.5)
     # a subclass may look at the text, so it is shown the text
-    BlockScores(LogitsProcessorList([Counting(0.5)]), 3)(tokens, [3, 5, 4], scores)
+    BlockLogitsProcessor(LogitsProcessorList([Counting(0.5)]), 3)(tokens, [3, 5, 4], scores)
     assert calls == [(1, 11)] * 12
     for processor in (*(kind(0.5) for kind in PREFIX_FREE[:1]), logits_process.TopKLogitsWarper(3), penalty):
-        block = BlockScores(LogitsProcessorList([processor]), 3)(tokens, [3, 5, 4], scores)
+        block = BlockLogitsProcessor(LogitsProcessorList([processor]), 3)(tokens, [3, 5, 4], scores)
         for row, length in enumerate([3, 5, 4]):
             for slot in range(4):
                 alone = processor(tokens[row : row + 1, : length + slot], scores[row : row + 1, slot].clone())
@@ -139,7 +139,9 @@ def test_processors_with_a_state_are_refused():
         return [7, 8, 9]
 
     inputs = ragged_prompts(2)
-    with pytest.raises(ValueError, match=r"PrefixConstrained.* 2 rows .* Decode one row at a time"):
+    with pytest.raises(
+        ValueError, match=r"PrefixConstrained.* index of each of the 2 sequences .* Decode one sequence at a time"
+    ):
         speculative_generate(target, draft, **inputs, **GREEDY, prefix_allowed_tokens_fn=allowed)
     alone = speculative_generate(target, draft, prompt, **GREEDY, prefix_allowed_tokens_fn=allowed)
     assert torch.equal(alone.sequences, target.generate(prompt, **GREEDY, prefix_allowed_tokens_fn=allowed))

@@ -36,7 +36,7 @@ def test_greedy_text_of_every_family_equals_plain_generation(name):
     """Alone and in a ragged batch; guesses right, sometimes right, never right; rows end at several times."""
     target = make_family(name)
     draft = make_guessing_draft(target)
-    num_near_ties, lengths, accept_lens = 0, set(), {}
+    num_near_ties, lengths, acceptance_lengths = 0, set(), {}
     for num_rows in (1, 5):
         inputs = ragged_prompts(num_rows, seed=num_rows)
         plain = texts = target.generate(**inputs, **GREEDY, max_new_tokens=17)
@@ -48,11 +48,11 @@ def test_greedy_text_of_every_family_equals_plain_generation(name):
             draft.teach(target, texts, wrong_share)
             drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=17, eos_token_id=ends)
             num_near_ties += count_near_ties(target, inputs, plain, drafted.sequences)
-            accept_lens[num_rows, wrong_share] = drafted.statistics.accept_len
+            acceptance_lengths[num_rows, wrong_share] = drafted.statistics.acceptance_length
     assert num_near_ties <= 1
     assert len(lengths) > 1
     for num_rows in (1, 5):
-        right, sometimes, never = (accept_lens[num_rows, share] for share in (ALWAYS, SOMETIMES, NEVER))
+        right, sometimes, never = (acceptance_lengths[num_rows, share] for share in (ALWAYS, SOMETIMES, NEVER))
         assert right > 1.1 * sometimes > 1.4 * never
         assert never < 1.1  # not exactly 1 where two rows have the same token at the same place
 
@@ -70,7 +70,7 @@ def test_text_of_a_multimodal_target_equals_plain_generation(num_rows):
         target, draft, **inputs, **GREEDY, max_new_tokens=12, suppress_tokens=[92, 93, 94, 95]
     )
     assert torch.equal(drafted.sequences, plain)
-    assert drafted.statistics.accept_len > 1.3
+    assert drafted.statistics.acceptance_length > 1.3
 
 
 def test_a_difference_from_plain_text_is_excused_at_a_near_tie_alone():
@@ -118,7 +118,7 @@ def test_a_text_beyond_window_and_first_buffer_equals_plain_generation(name, mon
     draft.teach(target, plain, 0.1)
     drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=75)
     assert count_near_ties(target, inputs, plain, drafted.sequences) <= 1
-    assert drafted.statistics.accept_len > 2
+    assert drafted.statistics.acceptance_length > 2
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,11 @@ def test_a_draft_whose_states_overflow_is_named_and_the_text_stays(settings, cap
     for _ in range(2):
         drafted = speculative_generate(target, draft, **inputs, max_new_tokens=9, **{**GREEDY, **settings})
         assert torch.equal(drafted.sequences, plain)
-        assert drafted.statistics.accept_len < 1.5
+        assert drafted.statistics.acceptance_length < 1.5
     assert [record.message for record in caplog.records].count(
-        "The draft's hidden states are not finite, so that nothing it drafts is accepted. Target in torch.float16, "
-        "draft in torch.float16: float16 overflows in the draft's first projection; load both in bfloat16 or float32."
+        "The hidden states of the draft are not finite, so the target accepts none of its tokens. The target is in "
+        "torch.float16 and the draft in torch.float16, and float16 overflows in the first projection of the draft. "
+        "Load both models in bfloat16 or float32."
     ) == 1
 
 
@@ -268,5 +269,5 @@ def test_fewer_verified_slots_give_the_same_text(name, block_size):
         assert (statistics.num_plain_passes, statistics.num_verify_passes) == (12, 0)
         assert draft.own_hidden == []
     else:
-        assert statistics.accept_len > 0.9 * block_size
+        assert statistics.acceptance_length > 0.9 * block_size
         assert max(count for row in statistics.committed for count in row) == block_size

@@ -96,13 +96,13 @@ def test_rows_end_each_at_its_own_token_and_cost_nothing_after(wrong_share):
     assert torch.equal(drafted.sequences, plain)
     lengths = [int((plain[row, 9:] != 0).sum()) for row in range(6)]
     assert len(set(lengths)) >= 4
-    assert rows_of_passes == [len(verify_pass.rows) for verify_pass in passes]
+    assert rows_of_passes == [len(verify_pass.batch_indices) for verify_pass in passes]
     assert rows_of_passes[0] == 6
     assert rows_of_passes[-1] < 6
     assert rows_of_passes == sorted(rows_of_passes, reverse=True)
     written = {row: [] for row in range(6)}
     for verify_pass in passes:
-        for row, tokens in zip(verify_pass.rows, verify_pass.token_ids, strict=True):
+        for row, tokens in zip(verify_pass.batch_indices, verify_pass.token_ids, strict=True):
             assert tokens
             written[row] += tokens
     assert [len(written[row]) for row in range(6)] == lengths
@@ -115,10 +115,14 @@ def test_a_pass_says_which_tokens_the_draft_proposed():
     target, draft, texts = taught_pair(inputs, SOMETIMES)
     passes = []
     speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=20, on_pass=passes.append)
-    assert (passes[0].token_ids, passes[0].num_drafted, passes[0].rows) == ([texts[0, 3:4].tolist()], [0], [0])
+    assert (passes[0].token_ids, passes[0].num_drafted, passes[0].batch_indices) == (
+        [texts[0, 3:4].tolist()],
+        [0],
+        [0],
+    )
     position, is_wrong = 4, draft.wrong[0]
     for verify_pass in passes[1:]:
-        assert verify_pass.rows == [0]
+        assert verify_pass.batch_indices == [0]
         right = 0
         while right < 3 and position + right < 23 and not is_wrong[position + right]:
             right += 1
@@ -203,7 +207,7 @@ def test_stop_strings_end_a_text_inside_a_block(tokenizer, num_rows, wrong_share
 
 def test_stop_strings_without_a_tokenizer_say_what_is_missing():
     target = make_target()
-    with pytest.raises(ValueError, match=r"stop_strings='.' need the target's tokenizer. Pass tokenizer="):
+    with pytest.raises(ValueError, match=r"stop_strings='.' came without a tokenizer, .* Pass tokenizer="):
         speculative_generate(target, make_draft(target), torch.tensor([[3]]), stop_strings=".", max_new_tokens=3)
 
 
@@ -237,9 +241,9 @@ def test_a_streamer_gets_the_same_calls_as_in_plain_generation():
 def test_a_streamer_for_several_rows_is_refused():
     target = make_target()
     draft, recorder = make_draft(target), Recorder()
-    with pytest.raises(ValueError, match=r"A streamer shows one row, and there are 3.*on_pass"):
+    with pytest.raises(ValueError, match=r"A streamer takes the tokens of one sequence, and the batch has 3.*on_pass"):
         speculative_generate(target, draft, **ragged_prompts(3), max_new_tokens=3, streamer=recorder)
-    with pytest.raises(ValueError, match="A streamer shows one row, and there are 2"):
+    with pytest.raises(ValueError, match="A streamer takes the tokens of one sequence, and the batch has 2"):
         speculative_generate(
             target, draft, torch.tensor([[3]]), max_new_tokens=3, do_sample=True, num_return_sequences=2,
             streamer=recorder,

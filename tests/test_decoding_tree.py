@@ -14,16 +14,13 @@ from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, GPTNeo
 
 from dflash_hf.decoding.acceptance import accept_by_probability, accept_greedily, accept_in_tree
 from dflash_hf.decoding.generate import speculative_generate
-from dflash_hf.decoding.tree import DECAY, MAX_RANKS, RIGHT, draft_tree
+from dflash_hf.decoding.tree import FIRST_CHOICE_PROBABILITY, MAX_RANKS, RANK_EXPONENT, draft_tree
 
 CPU = torch.device("cpu")
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
 NUM_DRAWS, VOCABULARY = 20_000, 7
 LEAST_P_VALUE = 1e-3  # the seed is fixed; a wrong rule gives less than 1e-9
-
-
-# ---- tables ----
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 5])
@@ -49,7 +46,7 @@ def test_tables_of_every_small_tree_are_those_of_its_choices(num_slots):
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 4])
 def test_a_tree_has_the_likeliest_nodes_and_no_more_than_there_are(num_slots):
-    ranks = [RIGHT * (rank + 1) ** -DECAY for rank in range(MAX_RANKS)]
+    ranks = [FIRST_CHOICE_PROBABILITY * (rank + 1) ** -RANK_EXPONENT for rank in range(MAX_RANKS)]
     for num_nodes in (num_slots + 1, 9, 16, 40, 300):
         tree = draft_tree(num_slots, num_nodes, CPU)
         chances = []
@@ -63,9 +60,6 @@ def test_a_tree_has_the_likeliest_nodes_and_no_more_than_there_are(num_slots):
         )
         most = sum(MAX_RANKS**depth for depth in range(num_slots))
         assert tree.num_nodes == min(num_nodes, most)
-
-
-# ---- acceptance ----
 
 
 def tokens_of(tree, rankings: torch.Tensor) -> torch.Tensor:
@@ -222,9 +216,6 @@ def test_a_chain_is_accepted_as_often_as_by_the_rule_for_chains(do_sample):
         assert reference.chi_square_p_value(observed, probabilities) > LEAST_P_VALUE
 
 
-# ---- the whole loop ----
-
-
 def taught(target, texts: torch.Tensor, wrong_share: float = 0.6, second_share: float = 0.9, **overrides):
     """A draft whose second choice is mostly right where its first one is wrong."""
     return make_guessing_draft(target, **overrides).teach(target, texts, wrong_share, second_share=second_share)
@@ -241,14 +232,14 @@ def test_greedy_text_equals_plain_generation_and_second_choices_are_accepted(nam
     ends = [int(row[9 + 6 + 5 * index]) for index, row in enumerate(texts[:2])] if num_rows > 1 else None
     plain = target.generate(**inputs, **GREEDY, max_new_tokens=22, eos_token_id=ends)
     draft = taught(target, texts)
-    accept_lens = []
+    acceptance_lengths = []
     for tree_size in (None, 6, 17):
         drafted = speculative_generate(
             target, draft, **inputs, **GREEDY, max_new_tokens=22, eos_token_id=ends, tree_size=tree_size
         )
         assert count_near_ties(target, inputs, plain, drafted.sequences) == 0
-        accept_lens.append(drafted.statistics.accept_len)
-    assert accept_lens[2] > 1.15 * accept_lens[1] > 1.2 * accept_lens[0]
+        acceptance_lengths.append(drafted.statistics.acceptance_length)
+    assert acceptance_lengths[2] > 1.15 * acceptance_lengths[1] > 1.2 * acceptance_lengths[0]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
@@ -260,7 +251,7 @@ def test_nodes_see_by_their_positions_in_the_text_where_a_window_is_shorter_than
     draft = taught(target, plain)
     drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=20, tree_size=17)
     assert count_near_ties(target, inputs, plain, drafted.sequences) == 0
-    assert drafted.statistics.accept_len > 1.7
+    assert drafted.statistics.acceptance_length > 1.7
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
@@ -271,7 +262,7 @@ def test_a_chat_goes_on_from_a_cache_that_trees_have_written(name, monkeypatch):
     draft = taught(target, first, 1.1, 1.1)
     output = speculative_generate(target, draft, **PROMPT, **GREEDY, max_new_tokens=20, tree_size=24)
     assert torch.equal(output.sequences, first)
-    assert output.statistics.accept_len > 2  # every drafted token that stayed was off the chain
+    assert output.statistics.acceptance_length > 2  # every drafted token that stayed was off the chain
     longer = torch.cat([first, torch.tensor([[16, 23, 42]])], dim=1)
     inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
     fresh = target.generate(**inputs, **GREEDY, max_new_tokens=20)
@@ -285,7 +276,7 @@ def test_a_chat_goes_on_from_a_cache_that_trees_have_written(name, monkeypatch):
     )
     assert torch.equal(again.sequences, fresh)
     assert lengths[0] == 4  # the last token of the answer, and the new ones
-    assert again.statistics.accept_len > 1.7
+    assert again.statistics.acceptance_length > 1.7
 
 
 def test_an_end_token_anywhere_on_a_path_off_the_chain_ends_the_text_there():
@@ -327,7 +318,7 @@ def test_every_max_new_tokens_gives_as_many_tokens_as_plain(num_rows):
             drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=count, tree_size=24)
             assert torch.equal(drafted.sequences, texts[:, : 9 + count])
             assert drafted.statistics.num_tokens == num_rows * count
-        assert drafted.statistics.accept_len > 1.8
+        assert drafted.statistics.acceptance_length > 1.8
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -358,7 +349,7 @@ def test_scores_and_logits_are_those_of_plain_generation(num_rows):
     draft = taught(target, plain.sequences)
     drafted = speculative_generate(target, draft, **inputs, **settings, tree_size=17)
     assert torch.equal(drafted.sequences, plain.sequences)
-    assert drafted.statistics.accept_len > 1.7
+    assert drafted.statistics.acceptance_length > 1.7
     for name in ("scores", "logits"):
         assert len(drafted[name]) == 14
         for ours, theirs in zip(drafted[name], plain[name], strict=True):
@@ -378,22 +369,22 @@ def test_trees_that_adaptive_length_tries_do_not_change_the_text():
     assert lengths >= {1, 4, 8, 16}
 
 
-# ---- refusals ----
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tree_size": 9, "block_size": 3}, r"tree_size=9 must be more than the 4 slots.*block_size \(here 3\)"),
-        ({"tree_size": 9, "block_size": "auto"}, r"goes without block_size \(here 'auto'\)"),
-        ({"tree_size": 4}, "tree_size=4 must be more than the 4 slots of a block"),
-        ({"tree_size": 0}, "tree_size=0 must be more"),
-        ({"tree_size": True}, "tree_size=True must be more"),
-        ({"tree_size": "many"}, "tree_size='many' must be more"),
-        ({"tree_size": 8.0}, "tree_size=8.0 must be more"),
+        (
+            {"tree_size": 9, "block_size": 3},
+            r"tree_size=9 must be an integer above 4.*without block_size \(here 3\). Pass a larger",
+        ),
+        ({"tree_size": 9, "block_size": "auto"}, r"come without block_size \(here 'auto'\)"),
+        ({"tree_size": 4}, "tree_size=4 must be an integer above 4, the number of slots of a block"),
+        ({"tree_size": 0}, "tree_size=0 must be an integer above 4"),
+        ({"tree_size": True}, "tree_size=True must be an integer above 4"),
+        ({"tree_size": "many"}, "tree_size='many' must be an integer above 4"),
+        ({"tree_size": 8.0}, "tree_size=8.0 must be an integer above 4"),
         ({"tree_size": 9, "repetition_penalty": 1.3}, "a logits processor depends on the text before.*Leave it out"),
         ({"tree_size": 9, "no_repeat_ngram_size": 2}, "a logits processor depends on the text before"),
-        ({"tree_size": 9, "do_sample": True, "proposal": "sample"}, "the proposals are drawn. Leave it out"),
+        ({"tree_size": 9, "do_sample": True, "proposal": "sample"}, "because the proposals are sampled. Leave it out"),
     ],
 )
 def test_a_tree_that_cannot_be_is_refused_before_the_prefill(arguments, message):
@@ -410,7 +401,7 @@ def test_a_tree_that_cannot_be_is_refused_before_the_prefill(arguments, message)
     [
         ("qwen3_5", "layers of type linear_attention"),
         ("lfm2", "layers of type conv"),
-        ("flash", "attention is 'flash_attention_2', which takes no mask"),
+        ("flash", "attention of the target is 'flash_attention_2', which takes no mask"),
         ("bloom", "the positions of its tokens itself"),
         ("falcon with alibi", "the positions of its tokens itself"),
         ("mpt", "the positions of its tokens itself"),
@@ -441,7 +432,7 @@ def test_targets_whose_tokens_cannot_share_a_position_are_refused_trees_and_deco
         plain = target.generate(**PROMPT, **settings)
         assert torch.equal(speculative_generate(target, draft, **PROMPT, **settings).sequences, plain)
     target.register_forward_pre_hook(lambda module, args: passes.append(1))
-    with pytest.raises(ValueError, match=f"tree_size=9 cannot be used: .*{message}.*Leave it out"):
+    with pytest.raises(ValueError, match=f"tree_size=9 cannot be used, because .*{message}.*Leave it out"):
         speculative_generate(target, draft, **PROMPT, **settings, tree_size=9)
     assert passes == []
 

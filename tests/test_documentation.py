@@ -325,21 +325,21 @@ def test_statistics_in_the_decoding_guide_are_those_of_a_call():
     from dflash_hf import DecodingStatistics
 
     named = [name for cells in guide_cells("Statistics") for name in re.findall(r"`(\w+)`", cells[0])]
-    assert sorted(named) == sorted(DecodingStatistics(block_size=4, num_tokens=1, rest_s=1.0).as_dict())
+    assert sorted(named) == sorted(DecodingStatistics(block_size=4, num_tokens=1, overhead_s=1.0).as_dict())
 
 
 def test_processors_in_the_decoding_guide_are_treated_as_it_says():
-    from dflash_hf.decoding.logits_processing import PREFIX_FREE, ROW_NUMBERED, STATEFUL
+    from dflash_hf.decoding.logits_processing import BATCH_INDEXED, PREFIX_FREE, STATEFUL
 
     cells = guide_cells("Stopping, processors, chats")
-    for line, kinds in ((0, PREFIX_FREE), (3, STATEFUL), (4, ROW_NUMBERED)):
+    for line, kinds in ((0, PREFIX_FREE), (3, STATEFUL), (4, BATCH_INDEXED)):
         assert set(re.findall(r"`(\w+)`", cells[line][0])) == {kind.__name__ for kind in kinds}
 
 
 def test_arguments_and_constants_in_the_decoding_guide_exist():
     from transformers import GenerationConfig
 
-    from dflash_hf.decoding.loop import WAITING_TOKENS
+    from dflash_hf.decoding.target_runner import MAX_PENDING_TOKENS
 
     text = (ROOT / "docs" / "decoding.md").read_text()
     own = {*inspect.signature(dflash_hf.dflash_decoding).parameters}
@@ -348,7 +348,7 @@ def test_arguments_and_constants_in_the_decoding_guide_exist():
     arguments = set(re.findall(r"`(\w+)=[^`]*`", text))
     assert arguments <= own | of_generate
     assert arguments >= {"block_size", "tree_size", "proposal", "cache"}
-    assert f"`WAITING_TOKENS` = {WAITING_TOKENS} " in text
+    assert f"`MAX_PENDING_TOKENS` = {MAX_PENDING_TOKENS} " in text
 
 
 def test_shell_options_in_the_decoding_guide_are_those_of_the_commands():

@@ -78,7 +78,7 @@ def test_fp32_greedy_answers_of_our_own_loop_are_the_plain_ones_in_a_batch(demo_
     num_ties = 0
     for settings in ({}, {"tree_size": 12}, {"block_size": "auto"}):
         output = speculative_generate(target, draft, **settings, **kwargs)
-        assert output.statistics.accept_len > 1.05
+        assert output.statistics.acceptance_length > 1.05
         for row, (ours, theirs) in enumerate(zip(output.sequences, plain, strict=True)):
             size = min(len(ours), len(theirs))
             if not torch.equal(ours[:size], theirs[:size]):

@@ -1,10 +1,15 @@
-"""Speculative decoding: the loop, draft trees, acceptance, key-value cache and logits processing."""
+"""
+Speculative decoding with a draft.
+
+Read `reference.py` first: it is the whole method in one short loop, without a cache. `loop.py` is the loop that
+`generate` runs. It connects the text (`sequences.py`), the draft (`drafter.py`) and the target (`target_runner.py`).
+"""
 
 from typing import TYPE_CHECKING
 
 from .. import lazy_exports
 
-PROPOSALS = ("argmax", "sample")  # how a draft proposes tokens when decoding samples
+PROPOSALS = ("argmax", "sample")  # how the draft chooses its tokens when the target samples
 
 __all__ = ["PROPOSALS", "DFlashGenerateOutput", "dflash_decoding", "speculative_generate"]
 

@@ -1,4 +1,4 @@
-"""Which drafted tokens a verify pass accepts, and what it commits after them. Pure functions of tensors."""
+"""The acceptance rules of a verify pass: which drafted tokens stay, and which token of the target follows them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from .tree import DraftTree
 @dataclass
 class Acceptance:
     """
-    What one verify pass decided, for each row.
+    The decision of a verify pass for each sequence.
 
     Args:
-        num_accepted (`torch.LongTensor` of shape `[rows]`): leading drafted tokens that stay.
-        next_tokens (`torch.LongTensor` of shape `[rows]`): the target's own token after them.
-        expected (`torch.FloatTensor` of shape `[rows]`): number of tokens this pass commits in expectation, given the
-            drafted tokens and the target's probabilities; with greedy decoding it is what was committed.
+        num_accepted (`torch.LongTensor` of shape `[sequences]`):
+            Number of leading drafted tokens that stay.
+        next_tokens (`torch.LongTensor` of shape `[sequences]`):
+            The token of the target that follows them, called the bonus token.
+        expected (`torch.FloatTensor` of shape `[sequences]`):
+            Number of tokens that the pass commits in expectation, given the drafted tokens and the target's
+            probabilities. With greedy decoding it is the number that was committed.
     """
 
     num_accepted: torch.Tensor
@@ -29,10 +32,12 @@ class Acceptance:
 
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
     """
-    The token with the highest score, the first of equals, as `argmax`, which takes three times as long on a CPU.
+    Return the token with the highest score. Ties go to the lowest index, as in `argmax`.
+
+    On a CPU, `max` of torch 2.13 takes a third of the time of `argmax`.
 
     Args:
-        scores (`torch.FloatTensor` of shape `[..., vocabulary]`): any dtype.
+        scores (`torch.FloatTensor` of shape `[..., vocabulary]`): scores of any dtype.
 
     Returns:
         `torch.LongTensor` of shape `[...]`.
@@ -42,11 +47,11 @@ def best_tokens(scores: torch.Tensor) -> torch.Tensor:
 
 def accept_greedily(drafted: torch.Tensor, scores: torch.Tensor) -> Acceptance:
     """
-    Accept drafted tokens as long as each is the one the target would have chosen.
+    Accept drafted tokens as long as each is the target's best token.
 
     Args:
-        drafted (`torch.LongTensor` of shape `[rows, slots - 1]`): proposals for slots 1 … slots - 1.
-        scores (`torch.FloatTensor` of shape `[rows, slots, vocabulary]`): what the target says comes after each slot.
+        drafted (`torch.LongTensor` of shape `[sequences, slots - 1]`): proposals for slots 1 … slots - 1.
+        scores (`torch.FloatTensor` of shape `[sequences, slots, vocabulary]`): the target's scores after each slot.
 
     Returns:
         [`Acceptance`]
@@ -69,19 +74,22 @@ def accept_by_probability(
     drafted: torch.Tensor, scores: torch.Tensor, draft_scores: torch.Tensor | None = None
 ) -> Acceptance:
     """
-    Accept drafted tokens at random so that what is committed has exactly the target's distribution.
+    Accept drafted tokens by speculative sampling, so that the committed text has the target's distribution.
 
-    A token `x` with target probability `p(x)` that was drawn from `q` is accepted with probability
-    `min(1, p(x) / q(x))`; after the first rejection the next token comes from `max(0, p - q)`, renormalised, and after
-    a full acceptance from `p`. A token that was chosen without chance, such as the draft's argmax, has `q(x) = 1`: it
-    is accepted with probability `p(x)`, and a rejection draws from `p` without `x`.
+    A token `x` with target probability `p(x)` that was sampled from `q` is accepted with probability
+    `min(1, p(x) / q(x))`. After the first rejection the next token is sampled from `max(0, p - q)`, renormalised; if
+    all tokens are accepted, it is sampled from `p`. A token that was chosen deterministically, such as the draft's
+    argmax, has `q(x) = 1`: it is accepted with probability `p(x)`, and a rejection samples from `p` without `x`.
 
     Args:
-        drafted (`torch.LongTensor` of shape `[rows, slots - 1]`): proposals for slots 1 … slots - 1.
-        scores (`torch.FloatTensor` of shape `[rows, slots, vocabulary]`): log-probabilities of the target after each
-            slot, up to a constant; `-inf` where a processor forbids a token.
-        draft_scores (`torch.FloatTensor` of shape `[rows, slots - 1, vocabulary]`, *optional*): the same of the
-            distribution that each proposal was drawn from; `None` if nothing was drawn.
+        drafted (`torch.LongTensor` of shape `[sequences, slots - 1]`):
+            Proposals for slots 1 … slots - 1.
+        scores (`torch.FloatTensor` of shape `[sequences, slots, vocabulary]`):
+            Log-probabilities of the target after each slot, up to a constant; `-inf` at tokens that a processor
+            forbids.
+        draft_scores (`torch.FloatTensor` of shape `[sequences, slots - 1, vocabulary]`, *optional*):
+            Log-probabilities, up to a constant, that each proposal was sampled from; `None` if they were chosen
+            deterministically.
 
     Returns:
         [`Acceptance`]
@@ -99,17 +107,17 @@ def accept_by_probability(
     accepted = torch.rand_like(ratio) < ratio
     num_accepted = accepted.long().cumprod(1).sum(1)
 
-    rows = torch.arange(len(drafted), device=drafted.device)
-    residual = probabilities[rows, num_accepted]
+    sequences = torch.arange(len(drafted), device=drafted.device)
+    residual = probabilities[sequences, num_accepted]
     if num_drafted:
         is_rejected = num_accepted < num_drafted
         slot = num_accepted.clamp(max=num_drafted - 1)
         if draft_scores is None:
             taken = torch.zeros_like(residual).scatter_(1, drafted.gather(1, slot[:, None]), 1.0)
         else:
-            taken = draft_probabilities[rows, slot]
+            taken = draft_probabilities[sequences, slot]
         reduced = (residual - taken).clamp(min=0)
-        # nothing left can only be rounding: the two distributions are equal
+        # The remainder is empty only if the two distributions are equal up to rounding.
         is_rejected = is_rejected & (reduced.sum(1) > 0)
         residual = torch.where(is_rejected[:, None], reduced, residual)
     next_tokens = torch.multinomial(residual, 1)[:, 0]
@@ -120,47 +128,52 @@ def accept_in_tree(
     drafted: torch.Tensor, scores: torch.Tensor, tree: DraftTree, *, do_sample: bool
 ) -> tuple[Acceptance, torch.Tensor]:
     """
-    Accept the path of a tree of drafted tokens that the target takes.
+    Accept the path of a tree that the target's tokens follow.
 
-    At each node the target's token is its best one, or one drawn from its distribution; if a child of the node has
-    that token, the walk goes on there. So what is committed has exactly the target's distribution, whatever was
-    drafted.
+    The target chooses its token at each node: its best one, or one sampled from its distribution. If a child of the
+    node has that token, the child is accepted and the choice continues there. So the committed text has the target's
+    distribution, whatever was drafted.
 
     Args:
-        drafted (`torch.LongTensor` of shape `[rows, nodes - 1]`): tokens of nodes 1 … nodes - 1.
-        scores (`torch.FloatTensor` of shape `[rows, nodes, vocabulary]`): of the target after each node, as for
-            [`accept_greedily`] and [`accept_by_probability`].
-        tree ([`DraftTree`]): of the nodes.
-        do_sample (`bool`): draw from the target's distribution.
+        drafted (`torch.LongTensor` of shape `[sequences, nodes - 1]`):
+            Tokens of nodes 1 … nodes - 1.
+        scores (`torch.FloatTensor` of shape `[sequences, nodes, vocabulary]`):
+            Scores of the target after each node, as for [`accept_greedily`] and [`accept_by_probability`].
+        tree ([`DraftTree`]):
+            The tree of the nodes.
+        do_sample (`bool`):
+            Whether the target samples its tokens.
 
     Returns:
-        `tuple`: [`Acceptance`], and the last accepted node of each row, `torch.LongTensor` of shape `[rows]`.
+        `tuple`: [`Acceptance`], and the last accepted node of each sequence, a `torch.LongTensor` of shape
+        `[sequences]`.
     """
-    rows = torch.arange(len(drafted), device=drafted.device)
+    sequences = torch.arange(len(drafted), device=drafted.device)
     parents, vocabulary = tree.parents[1:], scores.shape[-1]
     if do_sample:
         of_drafted = scores.flatten(1).gather(1, parents * vocabulary + drafted)
         log_probabilities = of_drafted - scores.logsumexp(-1)[:, parents]
         probabilities = log_probabilities.exp()
         before = probabilities @ tree.elder_siblings[1:, 1:].t().to(probabilities.dtype)
-        drawn = torch.rand(scores.shape[:2], device=scores.device)[:, parents]
-        accepted = (drawn >= before) & (drawn < before + probabilities)
+        # One uniform number at each node picks a child by inverting the cumulative distribution over its children.
+        uniform = torch.rand(scores.shape[:2], device=scores.device)[:, parents]
+        accepted = (uniform >= before) & (uniform < before + probabilities)
     else:
         chosen = best_tokens(scores)
         accepted = drafted == chosen[:, parents]
-    on_the_way = tree.ancestors[1:, 1:].float()
-    is_reached = (accepted.float() @ on_the_way.t()) == tree.depths[1:]
+    on_path = tree.ancestors[1:, 1:].float()
+    is_reached = (accepted.float() @ on_path.t()) == tree.depths[1:]
     depths = nn.functional.pad(is_reached.long() * tree.depths[1:], (1, 0))
     num_accepted, node = depths.max(1)
     if not do_sample:
-        return Acceptance(num_accepted, chosen[rows, node], num_accepted + 1.0), node
+        return Acceptance(num_accepted, chosen[sequences, node], num_accepted + 1.0), node
 
-    distribution = scores[rows, node].softmax(-1)
+    distribution = scores[sequences, node].softmax(-1)
     is_child = parents == node[:, None]
     kept = torch.where(is_child, 0.0, distribution.gather(1, drafted))
     reduced = distribution.scatter_reduce(1, drafted, kept, "amin")
-    # nothing left can only be rounding: the children have all of the probability
+    # The remainder is empty only if the children have all of the probability up to rounding.
     distribution = torch.where(reduced.sum(1, keepdim=True) > 0, reduced, distribution)
-    possible = log_probabilities.clamp(min=-1e4)  # -inf · 0 would be NaN
-    expected = 1 + (possible @ on_the_way.t()).exp().sum(1)
+    possible = log_probabilities.clamp(min=-1e4)  # because -inf · 0 is NaN
+    expected = 1 + (possible @ on_path.t()).exp().sum(1)
     return Acceptance(num_accepted, torch.multinomial(distribution, 1)[:, 0], expected), node

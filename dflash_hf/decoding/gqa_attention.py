@@ -1,4 +1,4 @@
-"""SDPA for the few queries of a block: the query heads of a group share one copy of its keys and values."""
+"""Grouped-query SDPA for the few queries of a block, without a copy of the keys and values for every query head."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "dflash_packed_sdpa"
+NAME = "dflash_grouped_query_sdpa"
 
 
-def packed_sdpa(
+def grouped_query_sdpa(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -27,22 +27,28 @@ def packed_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    What transformers' SDPA computes, without a copy of the keys for every query head.
+    Compute scaled dot-product attention with grouped queries, without repeating keys and values.
 
-    With a mask and several queries transformers repeats keys and values for each query head of a group. Here the heads
-    of a group stand in one line of queries instead. Everything else goes to transformers' own function.
+    `sdpa_attention_forward` of transformers 5.24 repeats keys and values for every query head of a group when there is
+    a mask and more than one query. This function instead places the queries of all heads of a group one after the
+    other. It hands every other case to the function of transformers.
 
     Args:
-        module (`nn.Module`): the attention layer.
-        query (`torch.Tensor` of shape `[rows, heads, queries, head_dim]`): of the new tokens.
-        key, value (`torch.Tensor` of shape `[rows, kv_heads, keys, head_dim]`): of all tokens.
-        attention_mask (`torch.BoolTensor` of shape `[rows, 1, queries or 1, keys]`, *optional*): True = visible.
-        dropout, scaling, **kwargs: as for transformers' function.
+        module (`nn.Module`):
+            The attention layer.
+        query (`torch.Tensor` of shape `[sequences, heads, queries, head_dim]`):
+            Queries of the new tokens.
+        key, value (`torch.Tensor` of shape `[sequences, kv_heads, keys, head_dim]`):
+            Keys and values of all tokens.
+        attention_mask (`torch.BoolTensor` of shape `[sequences, 1, queries or 1, keys]`, *optional*):
+            True where a key is visible.
+        dropout, scaling, **kwargs:
+            The arguments of the function of transformers.
 
     Returns:
-        `tuple`: output of shape `[rows, queries, heads, head_dim]`, and `None`.
+        `tuple`: the output of shape `[sequences, queries, heads, head_dim]`, and `None`.
     """
-    rows, num_heads, num_queries, head_dim = query.shape
+    num_sequences, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
     has_own_scores = bool(dropout) or any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
     if (
@@ -55,29 +61,35 @@ def packed_sdpa(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    packed = query.reshape(rows, key.shape[1], groups * num_queries, head_dim)
-    packed_mask = attention_mask.repeat(1, 1, 1 if attention_mask.shape[2] == 1 else groups, 1)
-    output = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=packed_mask, scale=scaling)
-    return output.reshape(rows, num_heads, num_queries, value.shape[-1]).transpose(1, 2).contiguous(), None
+    grouped = query.reshape(num_sequences, key.shape[1], groups * num_queries, head_dim)
+    mask = attention_mask.repeat(1, 1, 1 if attention_mask.shape[2] == 1 else groups, 1)
+    output = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(num_sequences, num_heads, num_queries, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, packed_sdpa)
+AttentionInterface.register(NAME, grouped_query_sdpa)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def _looks_attention_up(model: PreTrainedModel) -> bool:
-    """Whether attention is found by its name. A model that compares names takes an unknown one for eager."""
+    """
+    Return whether a model looks its attention function up by name.
+
+    Falcon in transformers 5.24, for example, compares the name with those it knows, and takes any other for eager.
+    """
     names = {type(module).__module__ for module in model.modules()}
     return any(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in names)
 
 
 @contextmanager
-def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
+def use_grouped_query_sdpa(*models: PreTrainedModel) -> Iterator[None]:
     """
-    These models use [`packed_sdpa`] inside the context, if they use SDPA outside.
+    Let models that use SDPA use [`grouped_query_sdpa`] inside this context.
+
+    Models with any other attention stay unchanged.
 
     Args:
-        *models (`PreTrainedModel`): live ones.
+        *models (`PreTrainedModel`): the models.
     """
     text_configs = [model.config.get_text_config(decoder=True) for model in models if _looks_attention_up(model)]
     changed = [config for config in text_configs if config._attn_implementation == "sdpa"]

@@ -1,14 +1,14 @@
-"""Logits processors and stopping criteria of transformers, applied to whole blocks of tokens."""
+"""Logits processors of transformers, applied to the scores of whole blocks of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
 
-# Their result depends on the scores alone, so that all slots of all rows go through one call.
+# The result of these processors depends on the scores alone, so one call can process all slots of all sequences.
 PREFIX_FREE = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -22,47 +22,48 @@ PREFIX_FREE = (
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.LogitNormalization,
 )
-# They carry a state from call to call, which the scores of rejected tokens would spoil, or run the model themselves.
+# These processors keep a state between calls, which rejected tokens would spoil, or run the model themselves.
 STATEFUL = (
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     logits_process.SynthIDTextWatermarkLogitsProcessor,
 )
-# They look at the number of the row, which changes as rows finish.
-ROW_NUMBERED = (
+# These processors use the index of a sequence in the batch, which changes when other sequences finish.
+BATCH_INDEXED = (
     logits_process.PrefixConstrainedLogitsProcessor,
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
 )
 
 
-class BlockScores:
+class BlockLogitsProcessor:
     """
     Apply logits processors to the scores of all slots of a block.
 
-    Processors that look at the scores alone take one call for all slots and rows, and so does the repetition penalty.
-    Any other processor is called with exactly the text that plain generation would show it, once a slot (and row).
+    Processors that depend on the scores alone, and the repetition penalty, process all slots of all sequences in one
+    call. Any other processor is called once for each slot of each sequence, with the text that plain generation would
+    show it.
 
     Args:
-        processors (`LogitsProcessorList`): as `generate` prepared them.
-        num_rows (`int`): rows of the batch.
+        processors (`LogitsProcessorList`): the processors that `generate` prepared.
+        num_sequences (`int`): number of sequences in the batch.
 
     Raises:
-        ValueError: a processor keeps a state, or tells rows of a batch apart by their number.
+        ValueError: A processor keeps a state, or it uses the index of a sequence in a batch of several.
     """
 
-    def __init__(self, processors: LogitsProcessorList, num_rows: int) -> None:
+    def __init__(self, processors: LogitsProcessorList, num_sequences: int) -> None:
         self.processors = processors
         for processor in processors:
             name = type(processor).__name__
             if isinstance(processor, STATEFUL):
                 raise ValueError(
-                    f"The logits processor {name} keeps a state from token to token, which drafted tokens that are "
-                    "rejected would spoil. Use plain generate for it."
+                    f"The logits processor {name} keeps a state from token to token, which rejected tokens would "
+                    "spoil. Use plain generate with it."
                 )
-            if num_rows > 1 and isinstance(processor, ROW_NUMBERED):
+            if num_sequences > 1 and isinstance(processor, BATCH_INDEXED):
                 raise ValueError(
-                    f"The logits processor {name} tells the {num_rows} rows of a batch apart by their number, and "
-                    "rows leave the batch as they finish. Decode one row at a time."
+                    f"The logits processor {name} uses the index of each of the {num_sequences} sequences in the "
+                    "batch, which changes when sequences finish. Decode one sequence at a time."
                 )
 
     def __len__(self) -> int:
@@ -70,21 +71,28 @@ class BlockScores:
 
     @property
     def is_prefix_free(self) -> bool:
-        """Whether all processors look at the scores alone."""
+        """`bool`: whether every processor depends on the scores alone."""
         return all(type(processor) in PREFIX_FREE for processor in self.processors)
 
     def __call__(
-        self, tokens: torch.Tensor, lengths: Sequence[int], scores: torch.Tensor, rows: Sequence[int] | None = None
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int],
+        scores: torch.Tensor,
+        batch_indices: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """
         Process the scores of a block.
 
         Args:
-            tokens (`torch.LongTensor` of shape `[rows, columns]`): text and drafted tokens, padding on the left.
-            lengths (`Sequence[int]`): columns of each row before its first drafted token.
-            scores (`torch.FloatTensor` of shape `[rows, slots, vocabulary]`): fp32; slot `j` of row `r` follows
-                `tokens[r, : lengths[r] + j]`.
-            rows (`Sequence[int]`, *optional*): numbers that the rows have in the batch of `generate`; all by default.
+            tokens (`torch.LongTensor` of shape `[sequences, columns]`):
+                The text and, after it, the drafted tokens.
+            lengths (`Sequence[int]`):
+                Number of columns of each sequence before its first drafted token.
+            scores (`torch.FloatTensor` of shape `[sequences, slots, vocabulary]`):
+                Scores in fp32. Slot `j` of sequence `i` follows `tokens[i, : lengths[i] + j]`.
+            batch_indices (`Sequence[int]`, *optional*):
+                Places of the sequences in the batch of `generate`; by default the batch is complete.
 
         Returns:
             `torch.FloatTensor` of the shape of `scores`.
@@ -96,25 +104,25 @@ class BlockScores:
                 scores = flat.view_as(scores)
             elif type(processor) is logits_process.RepetitionPenaltyLogitsProcessor:
                 ignored = processor.prompt_ignore_length
-                if isinstance(ignored, torch.Tensor) and rows is not None:
-                    ignored = ignored.to(tokens.device)[torch.tensor(rows, device=tokens.device)]
+                if isinstance(ignored, torch.Tensor) and batch_indices is not None:
+                    ignored = ignored.to(tokens.device)[torch.tensor(batch_indices, device=tokens.device)]
                 is_seen = _seen_tokens(tokens, lengths, num_slots, vocabulary, 0 if ignored is None else ignored)
                 penalised = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
                 scores = torch.where(is_seen, penalised, scores)
             else:
                 scores = scores.clone()
-                for row, length in enumerate(lengths):
+                for index, length in enumerate(lengths):
                     for slot in range(num_slots):
-                        prefix = tokens[row : row + 1, : length + slot]
-                        scores[row : row + 1, slot] = processor(prefix, scores[row : row + 1, slot])
+                        prefix = tokens[index : index + 1, : length + slot]
+                        scores[index : index + 1, slot] = processor(prefix, scores[index : index + 1, slot])
         return scores
 
-    def prefix_free(self, scores: torch.Tensor) -> torch.Tensor:
+    def apply_prefix_free(self, scores: torch.Tensor) -> torch.Tensor:
         """
-        Apply the processors that look at the scores alone, and no other.
+        Apply only the processors that depend on the scores alone.
 
         Args:
-            scores (`torch.FloatTensor` of shape `[rows, slots, vocabulary]`): fp32.
+            scores (`torch.FloatTensor` of shape `[sequences, slots, vocabulary]`): scores in fp32.
 
         Returns:
             `torch.FloatTensor` of the same shape.
@@ -130,7 +138,11 @@ class BlockScores:
 def _seen_tokens(
     tokens: torch.Tensor, lengths: Sequence[int], num_slots: int, vocabulary: int, ignored: int | torch.Tensor
 ) -> torch.Tensor:
-    """Which tokens the text before each slot has, without its first `ignored` columns: `[rows, slots, vocabulary]`."""
+    """
+    Return a mask of shape `[sequences, slots, vocabulary]` of the tokens that occur in the text before each slot.
+
+    The first `ignored` columns of the text do not count.
+    """
     columns = torch.arange(max(lengths) + num_slots - 1, device=tokens.device)
     ends = torch.tensor(lengths, device=tokens.device)[:, None] + torch.arange(num_slots, device=tokens.device)
     starts = torch.as_tensor(ignored, device=tokens.device).view(-1, 1, 1)
@@ -138,43 +150,3 @@ def _seen_tokens(
     seen_ids = torch.where(is_text, tokens[:, None, : len(columns)], vocabulary)
     is_seen = torch.zeros(*ends.shape, vocabulary + 1, dtype=torch.bool, device=tokens.device)
     return is_seen.scatter_(2, seen_ids, True)[..., :vocabulary]
-
-
-class StoppingRules:
-    """
-    Stopping criteria that see every token, as in plain generation, although tokens come by the block.
-
-    Args:
-        criteria (`StoppingCriteriaList`): as `generate` prepared them.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
-        lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
-        if not lengths:
-            raise ValueError("No length ends the generation. Pass max_new_tokens or max_length.")
-        self.max_length = min(lengths)
-        self.end_token_ids: list[int] = []
-        self.others: list[stopping_criteria.StoppingCriteria] = []
-        for criterion in criteria:
-            if type(criterion) is stopping_criteria.EosTokenCriteria:
-                self.end_token_ids += criterion.eos_token_id.flatten().tolist()
-            elif type(criterion) is not stopping_criteria.MaxLengthCriteria:
-                self.others.append(criterion)
-
-    def count_until_other_stop(self, tokens: torch.Tensor, length: int, count: int) -> int | None:
-        """
-        Ask the criteria that are neither an end token nor a length, token by token.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `[1, columns]`): the row, new tokens included.
-            length (`int`): columns before the first new token.
-            count (`int`): new tokens.
-
-        Returns:
-            `int` or `None`: new tokens up to the one at which a criterion holds, if there is one.
-        """
-        for kept in range(1, count + 1) if self.others else ():
-            text = tokens[:, : length + kept]
-            if any(bool(torch.as_tensor(criterion(text, None)).any()) for criterion in self.others):
-                return kept
-        return None

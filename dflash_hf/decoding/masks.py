@@ -1,4 +1,4 @@
-"""What the tokens of a pass may look at when rows have different lengths, or when they are a tree."""
+"""Attention masks of draft and target for sequences of different lengths and for trees of tokens."""
 
 from __future__ import annotations
 
@@ -8,33 +8,38 @@ import torch
 from transformers import PreTrainedModel
 
 from ..model.configuration_dflash import DFlashConfig
-from .kv_cache import BOTH_TYPES, RECURRENT_TYPES, RowCache
+from .kv_cache import BOTH_TYPES, RECURRENT_TYPES, RaggedCache
 from .tree import DraftTree
 
 
 class ColumnCache(Protocol):
-    """A key-value cache whose layers show the columns from some column on."""
+    """A key-value cache whose layers return all columns from a first one on."""
 
     def first_column(self, window: int | None) -> int:
-        """First column that a layer of this window shows in the next pass."""
+        """Return the first column that a layer with this window returns in the next pass."""
 
 
 def draft_masks(
-    config: DFlashConfig, cache: RowCache, block_columns: torch.Tensor, padding: torch.Tensor, end: int
+    config: DFlashConfig, cache: RaggedCache, block_columns: torch.Tensor, padding: torch.Tensor, end: int
 ) -> dict[str, torch.Tensor]:
     """
-    What each slot of a block sees in the draft.
+    Build the attention masks of the draft for one block of each sequence.
 
     Args:
-        config ([`DFlashConfig`]): of the draft.
-        cache ([`RowCache`]): of the draft, placed for the pass.
-        block_columns (`torch.LongTensor` of shape `[rows, block_size]`): columns of the slots; slot 0 is the anchor.
-        padding (`torch.LongTensor` of shape `[rows, 1]`): columns at the left that hold no text.
-        end (`int`): columns that the pass may look at.
+        config ([`DFlashConfig`]):
+            The configuration of the draft.
+        cache ([`RaggedCache`]):
+            The cache of the draft, placed for the pass.
+        block_columns (`torch.LongTensor` of shape `[sequences, block_size]`):
+            Columns of the slots; slot 0 is the anchor.
+        padding (`torch.LongTensor` of shape `[sequences, 1]`):
+            Number of padding columns at the left.
+        end (`int`):
+            Number of columns that the pass may see.
 
     Returns:
-        `dict[str, torch.BoolTensor]`: by layer type, True = visible, of shape `[rows, 1, block_size or 1, columns
-        shown]`; a sliding layer shows the last columns only.
+        `dict[str, torch.BoolTensor]`: for each layer type a mask of shape `[sequences, 1, block_size or 1, columns]`,
+        True where a column is visible. The columns of a sliding layer start at the first one that its cache returns.
     """
     masks: dict[str, torch.Tensor] = {}
     for index, layer_type in enumerate(config.layer_types or []):
@@ -60,21 +65,29 @@ def target_masks(
     tree: DraftTree | None,
 ) -> Any:
     """
-    What the target may look at, in the form that transformers itself hands to models.
+    Build the attention mask of the target in the form that transformers hands to its models.
 
-    One row needs no more than its padding. Rows of different lengths, and trees, need a mask of their own.
+    A single sequence without a tree needs its padding mask alone. Sequences of different lengths and trees need a mask
+    for each query.
 
     Args:
-        target (`PreTrainedModel`): with attention `sdpa` or `eager`, unless there is one row and no tree.
-        cache ([`ColumnCache`]): of the target, placed for the pass.
-        columns (`torch.LongTensor` of shape `[rows, n]`): columns that the pass writes.
-        num_padding (`list[int]`): columns at the left of each row that hold no text.
-        end (`int`): columns that the pass may look at.
-        tree ([`DraftTree`], *optional*): its tokens are the ones in `columns`.
+        target (`PreTrainedModel`):
+            The target. Its attention is `sdpa` or `eager`, unless there is one sequence and no tree.
+        cache ([`ColumnCache`]):
+            The cache of the target, placed for the pass.
+        columns (`torch.LongTensor` of shape `[sequences, n]`):
+            Columns that the pass writes.
+        num_padding (`list[int]`):
+            Number of padding columns at the left of each sequence.
+        end (`int`):
+            Number of columns that the pass may see.
+        tree ([`DraftTree`], *optional*):
+            The tree whose tokens are the ones in `columns`.
 
     Returns:
-        `None` if plain causality says it all, or the padding `[1, end]`; else `[rows, 1, n, columns shown]`, bool
-        (True = visible) or for eager attention added to the scores, alone or by layer type.
+        `None` if the causal mask of the model is enough; the padding mask `[1, end]` for one padded sequence;
+        otherwise a mask `[sequences, 1, n, columns]`, alone or by layer type. It is boolean (True = visible), except
+        that eager attention gets values to add to its scores.
     """
     device = columns.device
     if len(num_padding) == 1 and tree is None:
@@ -111,7 +124,7 @@ def target_masks(
     masks: dict[str, torch.Tensor | None] = {}
     for layer_type in set(layer_types):
         if layer_type in (*RECURRENT_TYPES, *BOTH_TYPES):
-            masks["conv" if layer_type == "conv" else "linear_attention"] = None  # generated text has no padding
+            masks["conv" if layer_type == "conv" else "linear_attention"] = None  # generated tokens are never padding
         if layer_type in ("sliding_attention", "hybrid_sliding"):
             masks["sliding_attention"] = mask(window)
         elif layer_type in ("full_attention", "hybrid"):

@@ -1,13 +1,15 @@
-"""What a decoding call did: tokens committed by each pass, and where the time went."""
+"""The statistics of a decoding call: the tokens that each pass committed, and where the time went."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
+
+from ..blocks.metrics import AcceptanceRecord
 
 
 @dataclass
@@ -16,18 +18,27 @@ class DecodingStatistics:
     Counts and times of one decoding call.
 
     Args:
-        block_size (`int`): slots of a trained block, the anchor included.
-        committed (`list[list[int]]`): for each row, the tokens that each verify pass with a draft committed, the bonus
-            token included; cut where the answer ends.
-        verified (`list[list[int]]`): for each row, the drafted tokens that the same passes verified.
-        starts (`list[list[int]]`): for each row, the answer's tokens that were there before each of the same passes.
-        num_verify_passes (`int`): passes of the target with a draft; one serves all rows.
-        num_plain_passes (`int`): passes of the target without a draft, after the prefill.
-        num_tokens (`int`): new tokens of all rows.
-        expected_sum (`float`): sum over rows and passes with a draft of the tokens that pass commits in expectation,
-            given the target's probabilities and the drafted tokens; not cut where an answer ends.
-        prefill_s, draft_s, verify_s, rest_s (`float`): seconds in the target's pass over the prompt, in drafting (head
-            included), in the target's other passes, and in everything else.
+        block_size (`int`):
+            Number of slots of a trained block, the anchor included.
+        committed (`list[list[int]]`):
+            For each sequence, the number of tokens that each verify pass with a draft committed. The bonus token of
+            the target counts, and tokens after the end of the sequence do not.
+        verified (`list[list[int]]`):
+            For each sequence, the number of drafted tokens that the same passes verified along one path.
+        starts (`list[list[int]]`):
+            For each sequence, the number of new tokens that it had before each of the same passes.
+        num_verify_passes (`int`):
+            Number of passes of the target with a draft. One pass serves all sequences of the batch.
+        num_plain_passes (`int`):
+            Number of passes of the target without a draft after the prefill.
+        num_tokens (`int`):
+            Number of new tokens of all sequences.
+        expected_sum (`float`):
+            Sum, over sequences and passes with a draft, of the number of tokens that the pass commits in expectation,
+            given the drafted tokens and the target's probabilities. It includes tokens after the end of a sequence.
+        prefill_s, draft_s, verify_s, overhead_s (`float`):
+            Seconds in the target's pass over the prompt, in drafting (draft model and head), in the target's other
+            passes, and outside both models.
     """
 
     block_size: int
@@ -41,67 +52,82 @@ class DecodingStatistics:
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
-    rest_s: float = 0.0
+    overhead_s: float = 0.0
 
     @property
-    def accept_len(self) -> float:
-        """`float`: mean tokens that a verify pass with a draft committed to a row; NaN if there was none."""
-        counts = [count for row in self.committed for count in row]
-        return sum(counts) / len(counts) if counts else float("nan")
+    def acceptance(self) -> AcceptanceRecord:
+        """[`AcceptanceRecord`]: the record of all passes with a draft, one for each sequence and pass."""
+        return AcceptanceRecord.of(
+            chain.from_iterable(self.committed), chain.from_iterable(self.verified), block_size=self.block_size
+        )
 
     @property
-    def expected_accept_len(self) -> float:
-        """`float`: the same in expectation, given the target's probabilities; NaN if there was no draft."""
-        num_passes = sum(len(row) for row in self.committed)
-        return self.expected_sum / num_passes if num_passes else float("nan")
+    def acceptance_length(self) -> float | None:
+        """`float` or `None`: mean number of tokens that a pass with a draft committed to a sequence."""
+        return self.acceptance.acceptance_length
+
+    @property
+    def expected_acceptance_length(self) -> float | None:
+        """`float` or `None`: the same in expectation, given the drafted tokens and the target's probabilities."""
+        num_passes = self.acceptance.num_passes
+        return self.expected_sum / num_passes if num_passes else None
 
     @property
     def histogram(self) -> list[int]:
-        """`list[int]`: passes that committed 1, 2, … `block_size` tokens to a row."""
-        counts = Counter(count for row in self.committed for count in row)
-        return [counts[committed] for committed in range(1, self.block_size + 1)]
+        """`list[int]`: number of passes that committed 1, 2, … `block_size` tokens to a sequence."""
+        return list(self.acceptance.histogram)
 
     @property
-    def slot_acceptance(self) -> list[float]:
-        """`list[float]`: of the passes that verified slots 1 … k, the share that accepted all of them; NaN if none."""
-        pairs = [pair for rows in zip(self.committed, self.verified, strict=True) for pair in zip(*rows, strict=True)]
-        shares = []
-        for slot in range(1, self.block_size):
-            accepted = [committed > slot for committed, verified in pairs if verified >= slot]
-            shares.append(sum(accepted) / len(accepted) if accepted else float("nan"))
-        return shares
+    def slot_acceptance(self) -> list[float | None]:
+        """`list[float | None]`: of the passes that verified slots 1 … k, the share that accepted all of them."""
+        return self.acceptance.slot_acceptance
+
+    @property
+    def accept_len(self) -> float | None:
+        """`float` or `None`: earlier name of `acceptance_length`, kept for one release."""
+        return self.acceptance_length
 
     @property
     def seconds(self) -> float:
-        """`float`: all of the call."""
-        return self.prefill_s + self.draft_s + self.verify_s + self.rest_s
+        """`float`: seconds of the whole call."""
+        return self.prefill_s + self.draft_s + self.verify_s + self.overhead_s
 
     @property
     def tokens_per_s(self) -> float:
-        """`float`: new tokens of all rows a second, prefill included."""
+        """`float`: new tokens of all sequences per second of the whole call."""
         return self.num_tokens / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields and what follows from them, as plain values for JSON."""
-        names = ("accept_len", "expected_accept_len", "histogram", "slot_acceptance", "seconds", "tokens_per_s")
+        """Return all fields and the values derived from them as plain values for JSON."""
+        names = (
+            "acceptance_length",
+            "expected_acceptance_length",
+            "histogram",
+            "slot_acceptance",
+            "seconds",
+            "tokens_per_s",
+        )
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
 
 class Stopwatch:
     """
-    Seconds between calls, by name.
+    Measure the seconds between calls and add them up by name.
 
-    On an accelerator the times come from events in its queue, so that measuring waits for nothing.
+    On an accelerator the times come from events in its queue, so that the host does not wait for the device.
 
     Args:
-        device (`torch.device`): where the work runs.
+        device (`torch.device`): the device that runs the work.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.start()
+
+    def start(self) -> None:
+        """Forget everything that was measured and start now."""
         self._laps: list[tuple[str, Any]] = []
-        self._last = self._now()
-        self._start = self._last
+        self._start = self._now()
 
     def _now(self) -> Any:
         if self.device.type == "cpu":
@@ -111,11 +137,11 @@ class Stopwatch:
         return event
 
     def lap(self, name: str) -> None:
-        """Book the time since the last lap under a name."""
+        """Add the time since the last lap to a name."""
         self._laps.append((name, self._now()))
 
     def totals(self) -> dict[str, float]:
-        """Seconds of each name; waits for the device."""
+        """Return the seconds of each name, after waiting for the device."""
         totals: dict[str, float] = {}
         last = self._start
         if self.device.type != "cpu":

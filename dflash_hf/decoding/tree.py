@@ -1,4 +1,4 @@
-"""Which second choices of the draft are verified together with its first ones: a tree of tokens."""
+"""Trees of drafted tokens, which verify later choices of the draft together with its first ones."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from functools import lru_cache
 
 import torch
 
-# The choice of rank r (0 = best) at a slot is taken to be right with probability RIGHT · (r + 1) ^ -DECAY. What counts
-# is the order that this gives; trees made from measured acceptance gained no more.
-RIGHT, DECAY = 0.5, 1.5
-MAX_RANKS = 16
+# The draft's choice of rank r (0 = best) at a slot is assumed to be right with probability
+# FIRST_CHOICE_PROBABILITY · (r + 1) ^ -RANK_EXPONENT. Only the order of the nodes that follows from this matters.
+# Trees made from measured acceptance gained no more.
+FIRST_CHOICE_PROBABILITY, RANK_EXPONENT = 0.5, 1.5
+MAX_RANKS = 16  # choices that are considered at a slot
 
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
     """
-    Nodes of a tree of drafted tokens; node 0 is the anchor, and a node's depth is its slot in the block.
+    A tree of drafted tokens. Node 0 is the anchor, and the depth of a node is its slot in the block.
 
-    One choice at every slot makes a chain, the plain block. The nodes of that chain come first.
+    A plain block is a chain, with one choice at every slot. In every tree the nodes of that chain come first.
 
     Args:
-        depths, ranks, parents (`torch.LongTensor` of shape `[nodes]`): slot, rank among the draft's choices there, and
-            the node before. The anchor is its own parent.
-        ancestors (`torch.BoolTensor` of shape `[nodes, nodes]`): `[i, j]`: node `j` is on the way to `i`, or is `i`.
-        elder_siblings (`torch.BoolTensor` of shape `[nodes, nodes]`): `[i, j]`: `j` is a better choice at that place.
-        paths (`torch.LongTensor` of shape `[nodes, slots]`): the nodes on the way to each, by depth; then itself.
-        chain_length (`int`): nodes of the chain of first choices, the anchor included.
-        num_ranks (`int`): choices that are looked at in a slot.
+        depths, ranks, parents (`torch.LongTensor` of shape `[nodes]`):
+            The slot of each node, its rank among the draft's choices for that slot, and the node before it. The anchor
+            is its own parent.
+        ancestors (`torch.BoolTensor` of shape `[nodes, nodes]`):
+            `[i, j]` is True if node `j` is on the path from the anchor to node `i`, both ends included.
+        elder_siblings (`torch.BoolTensor` of shape `[nodes, nodes]`):
+            `[i, j]` is True if `j` has the parent of `i` and a better rank.
+        paths (`torch.LongTensor` of shape `[nodes, slots]`):
+            The nodes on the path from the anchor to each node, by depth. The node itself fills the remaining places.
+        chain_length (`int`):
+            Number of nodes of the chain of first choices, the anchor included.
+        num_ranks (`int`):
+            Number of choices that the tree uses at a slot.
     """
 
     depths: torch.Tensor
@@ -42,29 +49,29 @@ class DraftTree:
 
     @property
     def num_nodes(self) -> int:
-        """`int`: tokens that a pass verifies, the anchor included."""
+        """`int`: number of tokens that a pass verifies, the anchor included."""
         return len(self.depths)
 
     @property
     def num_slots(self) -> int:
-        """`int`: slots of the block that are drafted, the anchor included."""
+        """`int`: number of slots of the block that are used, the anchor included."""
         return self.paths.shape[1]
 
     @property
     def is_chain(self) -> bool:
-        """`bool`: one choice at every slot."""
+        """`bool`: whether there is one choice at every slot."""
         return self.chain_length == self.num_nodes
 
 
 @lru_cache(maxsize=256)
 def draft_tree(num_slots: int, num_nodes: int, device: torch.device) -> DraftTree:
     """
-    The tree of the likeliest choices.
+    Build the tree of the likeliest nodes.
 
     Args:
-        num_slots (`int`): slots that may be used, the anchor included.
-        num_nodes (`int`): tokens to verify, the anchor included. Up to `num_slots` they are a chain.
-        device (`torch.device`): of the tensors.
+        num_slots (`int`): number of slots that may be used, the anchor included.
+        num_nodes (`int`): number of tokens to verify, the anchor included. Up to `num_slots` they form a chain.
+        device (`torch.device`): device of the tensors.
 
     Returns:
         [`DraftTree`]
@@ -81,7 +88,7 @@ def draft_tree(num_slots: int, num_nodes: int, device: torch.device) -> DraftTre
     if num_nodes <= num_slots:
         chosen = [(0,) * depth for depth in range(1, num_nodes)]
     else:
-        right = [RIGHT * (rank + 1) ** -DECAY for rank in range(MAX_RANKS)]
+        probabilities = [FIRST_CHOICE_PROBABILITY * (rank + 1) ** -RANK_EXPONENT for rank in range(MAX_RANKS)]
         chosen = []
         heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
         while len(chosen) < num_nodes and heap:
@@ -91,7 +98,7 @@ def draft_tree(num_slots: int, num_nodes: int, device: torch.device) -> DraftTre
             if len(chosen) == num_nodes - 1:
                 break
             if len(choice) < num_slots - 1:
-                for rank, probability in enumerate(right):
+                for rank, probability in enumerate(probabilities):
                     heapq.heappush(heap, (negative * probability, (*choice, rank)))
     nodes = sorted([(), *chosen], key=lambda choice: (any(choice), len(choice), choice))
     index = {choice: position for position, choice in enumerate(nodes)}

@@ -1,0 +1,193 @@
+"""The draft model in the decoding loop: its cache, the context that it has not read yet, and its proposals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..model.modeling_dflash import DFlashDraftModel, apply_head, embed_tokens
+from .acceptance import best_tokens
+from .kv_cache import RaggedCache
+from .logits_processing import BlockLogitsProcessor
+from .masks import draft_masks
+from .sequences import SequenceState, column_range
+from .tree import DraftTree
+
+
+@dataclass
+class Proposal:
+    """
+    Tokens that a pass of the target verifies.
+
+    Args:
+        token_ids (`torch.LongTensor` of shape `[sequences, nodes - 1]`):
+            Drafted tokens of the nodes after the anchor. There are none in a pass without a draft.
+        tree ([`DraftTree`]):
+            The tree of these nodes, which is a chain for a plain block.
+        scores (`torch.FloatTensor` of shape `[sequences, nodes - 1, vocabulary]`, *optional*):
+            Log-probabilities, up to a constant, that the tokens were sampled from; `None` if they were not sampled.
+        is_finite (`torch.BoolTensor` of shape `[]`, *optional*):
+            Whether all hidden states of the draft were finite; `None` in a pass without a draft.
+    """
+
+    token_ids: torch.Tensor
+    tree: DraftTree
+    scores: torch.Tensor | None = None
+    is_finite: torch.Tensor | None = None
+
+
+@dataclass
+class PendingContext:
+    """
+    Hidden states of the target that the draft has not read yet.
+
+    Args:
+        hidden_states (`torch.FloatTensor` of shape `[sequences, n, num_target_layers * hidden_size]`):
+            States of committed tokens.
+        counts (`torch.LongTensor` of shape `[sequences]`, *optional*):
+            Number of states that belong to each sequence, counted from the first; all `n` of them if `None`.
+    """
+
+    hidden_states: torch.Tensor
+    counts: torch.Tensor | None
+
+    def mask(self) -> torch.Tensor:
+        """Return a mask of shape `[sequences, n]` that is True at states that belong to their sequence."""
+        num_sequences, count = self.hidden_states.shape[:2]
+        places = torch.arange(count, device=self.hidden_states.device).expand(num_sequences, -1)
+        return places >= 0 if self.counts is None else places < self.counts[:, None]
+
+
+class Drafter:
+    """
+    Propose tokens with the draft model.
+
+    The draft reads the hidden states of every committed token once, in the first proposal after they arrive.
+
+    Args:
+        draft ([`DFlashDraftModel`]): the draft model.
+        target (`PreTrainedModel`): the target, whose embedding and head the draft uses.
+        sequences ([`SequenceState`]): the text.
+        logits_processor ([`BlockLogitsProcessor`]): applied to the draft's scores when its tokens are sampled.
+        sample_proposals (`bool`): whether the draft's tokens are sampled instead of its best ones taken.
+    """
+
+    def __init__(
+        self,
+        draft: DFlashDraftModel,
+        target: PreTrainedModel,
+        sequences: SequenceState,
+        logits_processor: BlockLogitsProcessor,
+        *,
+        sample_proposals: bool,
+    ) -> None:
+        self.draft, self.sequences = draft, sequences
+        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
+        self.logits_processor, self.sample_proposals = logits_processor, sample_proposals
+        self.cache = RaggedCache(draft.config)
+        self.context_lengths = [0] * len(sequences)  # number of columns whose hidden states the draft has read
+        self.pending: list[PendingContext] = []
+
+    @property
+    def block_size(self) -> int:
+        """`int`: number of slots of a trained block, the anchor included."""
+        return self.draft.config.block_size
+
+    def add_context(self, hidden_states: torch.Tensor, counts: list[int] | None = None) -> None:
+        """
+        Append hidden states of committed tokens to the context, which the next proposal reads.
+
+        Args:
+            hidden_states (`torch.FloatTensor` of shape `[sequences, n, num_target_layers * hidden_size]`):
+                Hidden states of the target, on the device of the draft.
+            counts (`list[int]`, *optional*):
+                Number of them that belong to each sequence, counted from the first; all `n` if not given.
+        """
+        is_ragged = counts is not None and min(counts) < max(counts)
+        self.pending.append(
+            PendingContext(hidden_states, torch.tensor(counts, device=hidden_states.device) if is_ragged else None)
+        )
+
+    def propose(self, tree: DraftTree) -> Proposal:
+        """
+        Draft the tokens of a tree for each sequence.
+
+        Args:
+            tree ([`DraftTree`]): the tree; if it has the anchor alone, the draft model does not run.
+
+        Returns:
+            [`Proposal`]
+        """
+        sequences, block_size, device = self.sequences, self.block_size, self.draft.device
+        if tree.num_slots == 1:
+            return Proposal(sequences.tokens[:, :0], tree)
+        anchors = sequences.anchors
+        context, context_columns = self._pending_context(anchors)
+        end = max(anchors) + block_size
+        block_columns = column_range(anchors, block_size, device)
+        columns = torch.cat([context_columns, block_columns], dim=1)
+        needs_mask = len(sequences) > 1 or bool(sequences.num_padding[0])
+        self.cache.place(min(self.context_lengths), end, None if len(sequences) == 1 else columns)
+        padding = torch.tensor(sequences.num_padding, device=device)[:, None]
+        block_ids = sequences.tokens.new_full((len(sequences), block_size), self.draft.config.mask_token_id)
+        block_ids[:, 0] = sequences.anchor_tokens()[:, 0]
+        hidden_states = self.draft(
+            noise_embeds=embed_tokens(self.embedding, block_ids).to(device),
+            context_hidden_states=context,
+            position_ids=(columns - padding).clamp(min=0),
+            attention_mask=draft_masks(self.draft.config, self.cache, block_columns, padding, end)
+            if needs_mask
+            else None,
+            cache=self.cache,
+        ).last_hidden_state
+        self.pending, self.context_lengths = [], anchors
+        # The draft runs all slots, as in training. The head, which costs more, runs the slots in use alone.
+        logits = apply_head(self.head, hidden_states[:, 1 : tree.num_slots].contiguous()).to(sequences.device)
+        return self._choose(logits, tree, hidden_states.isfinite().all())
+
+    def _choose(self, logits: torch.Tensor, tree: DraftTree, is_finite: torch.Tensor) -> Proposal:
+        """Choose the tokens of the tree from the draft's logits of slots 1 … `num_slots - 1`."""
+        if not self.sample_proposals:
+            if tree.is_chain:
+                return Proposal(best_tokens(logits), tree, None, is_finite)
+            choices = logits.topk(tree.num_ranks).indices
+            return Proposal(choices[:, tree.depths[1:] - 1, tree.ranks[1:]], tree, None, is_finite)
+        # Values that are not finite cannot be sampled from. Replacing them is safe, because the accepted text has the
+        # target's distribution whatever distribution the draft samples from.
+        scores = self.logits_processor.apply_prefix_free(logits.float().nan_to_num(0.0, 0.0, 0.0))
+        token_ids = torch.multinomial(scores.softmax(-1).flatten(0, 1), 1).view(scores.shape[:2])
+        return Proposal(token_ids, tree, scores, is_finite)
+
+    def _pending_context(self, anchors: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return the hidden states that the draft has not read yet, and the column of each.
+
+        States that belong to no sequence get the column after the block, which no query can see.
+        """
+        device = self.draft.device
+        hidden_states = torch.cat([context.hidden_states for context in self.pending], dim=1)
+        if all(context.counts is None for context in self.pending):
+            return hidden_states, column_range(self.context_lengths, hidden_states.shape[1], device)
+        mask = torch.cat([context.mask() for context in self.pending], dim=1)
+        columns = torch.tensor(self.context_lengths, device=device)[:, None] + mask.cumsum(1) - 1
+        return hidden_states, torch.where(mask, columns, max(anchors) + self.block_size)
+
+    def select(self, kept: list[int], indices: torch.Tensor) -> None:
+        """
+        Keep some of the sequences.
+
+        Args:
+            kept (`list[int]`): the indices of the sequences to keep.
+            indices (`torch.LongTensor`): the same indices as a tensor.
+        """
+        self.context_lengths = [self.context_lengths[index] for index in kept]
+        self.cache.batch_select_indices(indices)
+        self.pending = [
+            PendingContext(
+                context.hidden_states[indices.to(context.hidden_states.device)],
+                None if context.counts is None else context.counts[indices.to(context.hidden_states.device)],
+            )
+            for context in self.pending
+        ]
