@@ -110,8 +110,8 @@ def test_a_set_that_the_hub_does_not_give_says_which_file_would_do(monkeypatch):
     ("content", "message"),
     [
         ('{"turns": ["One?"]}\n{"turns": ["  "]}\n', r"'own' \(file own\.jsonl\), row 2: .*must be a text"),
-        ('{"turns": ["One?"]}\n{"turns": []}\n', r"row 2: no prompt"),
-        ('{"answer": "4"}\n', r"row 1: no prompt"),
+        ('{"turns": ["One?"]}\n{"turns": []}\n', r"row 2: there is no prompt"),
+        ('{"answer": "4"}\n', r"row 1: there is no prompt"),
         ("", r"is empty"),
         ("nonsense\n", r"cannot be read as json"),
     ],

@@ -57,8 +57,8 @@ def test_a_conversation_ends_before_the_first_tool_call():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"question": "Hello"}, "no prompt: it needs `messages`"),
-        ({"turns": []}, "no prompt"),
+        ({"question": "Hello"}, "there is no prompt. The row needs `messages`"),
+        ({"turns": []}, "there is no prompt"),
         ({"prompt": " "}, "must be a text"),
         ({"messages": [{"role": "user", "content": None}]}, "must be a text"),
         ({"messages": [{"content": "x"}]}, "must be a text, or have `role`"),
@@ -93,9 +93,9 @@ def test_a_larger_limit_draws_the_same_rows_and_more():
 def test_columns_that_hold_no_prompt_are_refused_before_any_row_is_asked():
     rows = datasets.Dataset.from_dict({"question": ["a"]})
     check_columns(rows, "question")
-    with pytest.raises(ValueError, match=r"question; known are messages.*Name the one"):
+    with pytest.raises(ValueError, match=r"question, of which none is messages.*Name the column"):
         check_columns(rows, None)
-    with pytest.raises(ValueError, match="no column 'ask'"):
+    with pytest.raises(ValueError, match=r"no column 'ask'\. Name one of"):
         check_columns(rows, "ask")
     with pytest.raises(ValueError, match="empty"):
         check_columns(datasets.Dataset.from_dict({"prompt": []}), None)
@@ -104,13 +104,13 @@ def test_columns_that_hold_no_prompt_are_refused_before_any_row_is_asked():
 def test_bad_prompt_files_name_the_line(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt"\n')
-    with pytest.raises(ValueError, match="line 2: not JSON"):
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
         read_prompts(path)
     path.write_text('{"question": "a"}\n')
-    with pytest.raises(ValueError, match="line 1: no prompt"):
+    with pytest.raises(ValueError, match="line 1: there is no prompt"):
         read_prompts(path)
     path.write_text("3\n")
-    with pytest.raises(ValueError, match="line 1: 3 is no JSON object"):
+    with pytest.raises(ValueError, match="line 1: 3 is not a JSON object"):
         read_prompts(path)
 
 

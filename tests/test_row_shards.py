@@ -72,7 +72,7 @@ def test_shards_whose_rows_have_other_columns_filled_are_read_together(tmp_path,
     assert read["input_ids"][:] == [None, [1], None]
     assert read["chat_template_kwargs"][:] == [None, None, {"enable_thinking": False}]
     card = (tmp_path / "README.md").read_text()
-    assert "# Answers of me/mine" in card
+    assert "# Completions of me/mine" in card
     assert '"temperature": 0.0' in card
 
 

@@ -279,10 +279,9 @@ def _save(
         temperature=0,
         max_new_tokens=max_new_tokens,
         dtype="bfloat16",
-        decoding="`dflash-hf demo`: batch 1, ",
-        target_weights=DEMO_TARGET.weights_in_words
-        if base_model
-        else "`speculative_generate` with its defaults; plain and drafted responses alternateits own",
+        decoding="`dflash-hf demo`: batch 1, `speculative_generate` with its defaults; plain and drafted responses "
+        "alternate",
+        target_weights=DEMO_TARGET.weights_description if base_model else "its own",
         hardware=where["hardware"],
         software=where["software"],
     )

@@ -1,4 +1,4 @@
-"""Prompts from the columns people have them in → conversations whose turns the target shall answer."""
+"""Prompts from the columns of common data sets, as conversations without completions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 @dataclass(frozen=True)
 class Conversation:
     """
-    What a user says, turn by turn, before the target has answered.
+    The messages of a conversation without the assistant's.
 
     Args:
         turns (`list[list[dict]]`):
-            The messages that come before each answer: the last one of a turn is the user's; a system message precedes
-            it in the first.
+            The messages before each completion. The last one of each turn is the user's; the first turn may begin with
+            a system message.
         tools (`list[dict]`, *optional*):
-            Reach the chat template.
+            Passed to the chat template.
     """
 
     turns: list[list[dict[str, Any]]]
@@ -35,7 +35,7 @@ class Conversation:
 
     @property
     def conversation_id(self) -> str:
-        """A name made of the content: equal prompts have equal ones, in any file, at any place."""
+        """`str`: a digest of the content, so that equal prompts have equal ids in all files."""
         return json_digest([self.turns, self.tools], size=16, ensure_ascii=False)
 
 
@@ -43,25 +43,25 @@ def conversation_of_row(
     row: Mapping[str, Any], *, column: str | None = None, system_prompt: str | None = None
 ) -> Conversation:
     """
-    Find the prompt of a row.
+    Read the prompt of a row.
 
-    What an assistant says in the row is left out, since the target will answer itself. A conversation ends before the
-    first tool call: nobody is there to run the tool that the target may call.
+    Assistant messages are left out, because the target generates its own. A conversation ends before its first tool
+    call, because the tools that the target may call cannot be run.
 
     Args:
         row (`Mapping`):
-            `messages` (or `conversations`; `role` and `content`, or `from` and `value`), `turns` (texts of the user),
-            `prompt` (a text or messages) or `text`; and `tools`.
+            A row with a column `messages` or `conversations` (`role` and `content`, or `from` and `value`), `turns`
+            (the user's texts), `prompt` (a text or messages) or `text`, and optionally `tools`.
         column (`str`, *optional*):
-            Take this column, of any of these forms, instead of the first that the row has.
+            The column to read, in any of these forms. By default the first of these that the row has.
         system_prompt (`str`, *optional*):
-            Begin with it, in place of the row's own if it has one.
+            The first message; it replaces the row's own system message.
 
     Returns:
         [`Conversation`]
 
     Raises:
-        ValueError: no prompt is there, or it has another form.
+        ValueError: the row has no prompt, or one of another form.
     """
     names = [column] if column is not None else [name for name in PROMPT_COLUMNS if row.get(name) is not None]
     value = row.get(names[0]) if names else None
@@ -69,7 +69,7 @@ def conversation_of_row(
         value = [value]
     if not isinstance(value, Sequence) or not value:
         wanted = f"`{column}`" if column is not None else ", ".join(f"`{name}`" for name in PROMPT_COLUMNS)
-        raise ValueError(f"no prompt: it needs {wanted}, a text or a list.")
+        raise ValueError(f"there is no prompt. The row needs {wanted}, with a text or a list.")
     turns: list[list[dict[str, Any]]] = []
     waiting: list[dict[str, Any]] = []
     for entry in value:
@@ -80,35 +80,35 @@ def conversation_of_row(
         if role == "assistant" or (role == "system" and system_prompt is not None):
             continue
         if not isinstance(content, str) or not content.strip():
-            raise ValueError(f"a message of role {role!r} has the content {content!r}: it must be a text.")
+            raise ValueError(f"a message of role {role!r} has the content {content!r}, which must be a text.")
         waiting.append({"role": role, "content": content})
         if role == "user":
             turns.append(waiting)
             waiting = []
     if not turns:
-        raise ValueError("no message of a user is in it.")
+        raise ValueError("there is no message of a user.")
     if system_prompt is not None:
         turns[0] = [{"role": "system", "content": system_prompt}, *turns[0]]
     return Conversation(turns, row.get("tools") or None)
 
 
 def _message(entry: Any) -> dict[str, Any]:
-    """A message with `role` and `content`, from either of the two spellings."""
+    """Return a message with `role` and `content`, or convert one with `from` and `value`."""
     if isinstance(entry, Mapping) and entry.get("role") is None and entry.get("from") is not None:
         entry = {"role": _SHAREGPT_ROLES.get(entry["from"], entry["from"]), "content": entry.get("value")}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
-        raise ValueError(f"a message is {entry!r}: it must be a text, or have `role` and `content`.")
+        raise ValueError(f"a message is {entry!r}, but must be a text, or have `role` and `content`.")
     return dict(entry)
 
 
 def sample_rows(rows: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
     """
-    Draw rows at random; a larger limit takes the same rows and more.
+    Sample rows without replacement. The rows of a smaller limit are among those of a larger one.
 
     Args:
         rows (`datasets.Dataset`): all rows.
-        limit (`int`, *optional*): how many; None takes all, in their order.
-        seed (`int`): of the draw.
+        limit (`int`, *optional*): the number of rows. None returns all rows in their order.
+        seed (`int`): of the sampling.
 
     Returns:
         `datasets.Dataset`
@@ -119,7 +119,7 @@ def sample_rows(rows: datasets.Dataset, limit: int | None, seed: int) -> dataset
     if limit is None:
         return rows
     if limit < 1:
-        raise ValueError(f"limit={limit} must be at least 1.")
+        raise ValueError(f"limit={limit} must be at least 1. Pass a larger number, or None for all rows.")
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     return rows.select(order[:limit])
@@ -129,17 +129,23 @@ def check_columns(rows: datasets.Dataset, column: str | None) -> None:
     """
     Refuse a data set in which no row can have a prompt.
 
+    Args:
+        rows (`datasets.Dataset`): all rows.
+        column (`str`, *optional*): the column of the prompt; by default one of `PROMPT_COLUMNS`.
+
     Raises:
-        ValueError: none of the columns is there, or the data set is empty.
+        ValueError: the data set is empty, or has none of the columns.
     """
     if not len(rows):
-        raise ValueError("There is no prompt: the data set is empty.")
+        raise ValueError("The data set of the prompts is empty. Name one with rows.")
     if column is not None and column not in rows.column_names:
-        raise ValueError(f"There is no column {column!r}. The prompts have {', '.join(rows.column_names)}.")
+        raise ValueError(
+            f"There is no column {column!r}. Name one of those that the prompts have: {', '.join(rows.column_names)}."
+        )
     if column is None and not set(PROMPT_COLUMNS) & set(rows.column_names):
         raise ValueError(
-            f"The prompts have the columns {', '.join(rows.column_names)}; known are {', '.join(PROMPT_COLUMNS)}. "
-            "Name the one that holds the prompt."
+            f"The prompts have the columns {', '.join(rows.column_names)}, of which none is "
+            f"{', '.join(PROMPT_COLUMNS)}. Name the column that contains the prompt."
         )
 
 
@@ -148,14 +154,14 @@ def read_prompts(path: str | Path) -> list[str]:
     Read the first user message of each line of a small JSON-lines file.
 
     Args:
-        path (`str` or `Path`): one JSON object a line, as [`conversation_of_row`] takes them.
+        path (`str` or `Path`): each line is a JSON object of a form that [`conversation_of_row`] reads.
 
     Returns:
         `list[str]`: the prompts in file order.
 
     Raises:
         FileNotFoundError: the file is missing.
-        ValueError: a line is no JSON object, or has no prompt; the message names the line.
+        ValueError: a line is not a JSON object, or has no prompt; the message names the line.
     """
     return [_first_words(path, number, line) for number, line in _lines(path)]
 
@@ -170,9 +176,11 @@ def _first_words(path: str | Path, number: int, line: str) -> str:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error.msg}). Write one JSON object a line.") from error
+        raise ValueError(
+            f"{path}, line {number} is not JSON ({error.msg}). Write one JSON object on each line."
+        ) from error
     if not isinstance(row, dict):
-        raise ValueError(f"{path}, line {number}: {line[:40]} is no JSON object. Write one a line.")
+        raise ValueError(f"{path}, line {number}: {line[:40]} is not a JSON object. Write one on each line.")
     try:
         return str(conversation_of_row(row).turns[0][-1]["content"])
     except ValueError as error:
