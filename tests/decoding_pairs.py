@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from conftest import TINY, make_draft, make_target
 from torch import nn
@@ -64,6 +65,14 @@ NOT_CONTINUING: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv": ("rwkv", {"attention_hidden_size": 32}),
     "llama4": ("llama4_text", {"attention_chunk_size": 8, "num_local_experts": 2}),
 }  # fmt: skip
+
+
+FAST_FAMILIES = {"llama", "mistral", "qwen3_5", "qwen3_next"}  # dense, sliding window, linear attention, experts
+
+
+def each_family(*names: str) -> list[Any]:
+    """Parameters of a test over families, of which plain `pytest` runs four."""
+    return [name if name in FAST_FAMILIES else pytest.param(name, marks=pytest.mark.families) for name in names]
 
 
 def make_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

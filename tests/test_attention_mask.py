@@ -41,6 +41,7 @@ def test_dense_mask_equals_the_loop_written_oracle(window, causal, packed, parti
     assert mask[:, 0].tolist() == expected
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_mask_gives_the_outputs_of_the_dense_mask(window, causal):

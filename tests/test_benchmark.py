@@ -28,6 +28,7 @@ TINY = {
 }
 
 
+@pytest.mark.spawns
 def test_both_implementations_have_the_same_losses_and_every_phase_is_timed():
     shapes = StepShapes(**{**TINY, "documents": 2})
     measured = measure_steps(shapes, steps=2, against_reference=True, threads=1)
@@ -40,6 +41,7 @@ def test_both_implementations_have_the_same_losses_and_every_phase_is_timed():
         assert measurement.peak_bytes >= 0
 
 
+@pytest.mark.spawns
 def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
     flags = [part for name, value in TINY.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     arguments = ["bench", "train", *flags, "--target-layers", "0", "--steps", "1", "--device", "cpu", "--threads", "1"]

@@ -264,6 +264,7 @@ def pair_on_disk(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.spawns
 def test_a_saved_draft_loads_without_the_package_through_remote_code(pair_on_disk):
     """Two source files travel with the checkpoint, and again with what is saved from it."""
     config = json.loads((pair_on_disk / "draft" / "config.json").read_text())
@@ -286,6 +287,7 @@ def test_a_saved_draft_loads_without_the_package_through_remote_code(pair_on_dis
     assert (pair_on_disk / "again" / "modeling_dflash.py").exists()
 
 
+@pytest.mark.spawns
 def test_local_folders_need_no_network(pair_on_disk):
     """Loading, tying, training and saving work with sockets blocked."""
     result = run_isolated(

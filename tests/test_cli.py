@@ -71,6 +71,7 @@ def test_train_reads_a_file_and_flags_override_it(run, saved_target, tmp_path):
     assert (pair.target, training.max_steps) == ("org/name", 3)
 
 
+@pytest.mark.trains
 def test_train_resumes_from_its_last_checkpoint(run, saved_target, tmp_path):
     target, rows, out = saved_target(), write_rows(tmp_path / "rows.jsonl"), tmp_path / "draft"
     arguments = ["train", "--target", target, "--dataset", rows, "--output_dir", out, *QUICK, "--save_steps", 2]
@@ -82,6 +83,7 @@ def test_train_resumes_from_its_last_checkpoint(run, saved_target, tmp_path):
     assert "checkpoint-2" in stdout.replace("\n", "")
 
 
+@pytest.mark.trains
 def test_ctrl_c_keeps_a_checkpoint_that_training_continues_from(target, tmp_path):
     class PressCtrlC(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -302,6 +304,7 @@ def test_regenerate_refuses_another_target_in_the_same_folder(run, saved_target,
     assert "made with other settings: target" in error_line(err)
 
 
+@pytest.mark.spawns
 def test_demo_without_pip_or_network_says_what_to_do(run, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -344,6 +347,7 @@ def test_bad_demo_arguments_end_in_one_line(run, tmp_path, arguments, words):
     assert words in error_line(err)
 
 
+@pytest.mark.trains
 def test_demo_on_another_target_trains_compares_and_reuses(run, saved_target, tmp_path):
     target = saved_target(max_position_embeddings=4096)
     model = AutoModelForCausalLM.from_pretrained(target)

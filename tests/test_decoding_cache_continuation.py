@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import make_draft
-from decoding_pairs import NOT_CONTINUING, STATE_SPACE, make_family, ragged_prompts
+from decoding_pairs import NOT_CONTINUING, STATE_SPACE, each_family, make_family, ragged_prompts
 from transformers import AutoModelForCausalLM, RecurrentGemmaConfig
 
 from dflash_hf.decoding.generate import speculative_generate
@@ -67,7 +67,7 @@ def test_a_state_outside_the_cache_is_found_even_if_it_is_carried_on():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*STATE_SPACE, "qwen3_next", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", each_family(*STATE_SPACE, "qwen3_next", "qwen3_5", "lfm2"))
 def test_targets_that_go_on_exactly_are_taken_and_looked_at_once(name, dtype):
     target = make_family(name).to(dtype)
     passes = count_passes(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from decoding_pairs import make_family
+from decoding_pairs import each_family, make_family
 from transformers import LlamaConfig
 
 from dflash_hf.decoding.kv_cache import GROWTH_COLUMNS, RaggedCache
@@ -70,7 +70,7 @@ def test_keys_for_nobody_are_written_where_nobody_looks():
     assert got[1, :, 1:].eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("name", each_family("qwen3_5", "lfm2", "falcon_h1"))
 def test_recurrent_states_go_back_row_by_row(name):
     """A clone is kept: models change their states in place."""
     target = make_family(name)

@@ -9,6 +9,7 @@ from decoding_pairs import (
     FAMILIES,
     STATE_SPACE,
     count_near_ties,
+    each_family,
     make_family,
     make_guessing_draft,
     make_multimodal,
@@ -31,7 +32,7 @@ def end_tokens(texts: torch.Tensor, num_columns: int) -> list[int]:
     return [int(row[num_columns + 3 + 4 * index]) for index, row in enumerate(texts[: len(texts) // 2])]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *STATE_SPACE])
+@pytest.mark.parametrize("name", each_family(*FAMILIES, *STATE_SPACE))
 def test_greedy_text_of_every_family_equals_plain_generation(name):
     """Alone and in a ragged batch; guesses right, sometimes right, never right; rows end at several times."""
     target = make_family(name)
@@ -107,7 +108,7 @@ def test_greedy_text_equals_plain_generation_on_fifty_prompts():
     assert num_near_ties == 0
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+@pytest.mark.parametrize("name", each_family("gemma2", "mistral"))
 def test_a_text_beyond_window_and_first_buffer_equals_plain_generation(name, monkeypatch):
     """Buffers grow, and a sliding layer lets go of what it no longer sees."""
     monkeypatch.setattr("dflash_hf.decoding.kv_cache.GROWTH_COLUMNS", 16)
@@ -240,7 +241,7 @@ def test_a_draft_whose_states_overflow_is_named_and_the_text_stays(settings, cap
     ) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", each_family("llama", "mistral", "qwen3_5", "lfm2"))
 @pytest.mark.parametrize("prefill_chunk_size", [1, 4])
 def test_a_prompt_read_in_chunks_gives_the_same_text(name, prefill_chunk_size):
     target = make_family(name)

@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from conftest import make_draft
-from decoding_pairs import count_near_ties, make_family, make_guessing_draft, make_target, ragged_prompts
+from decoding_pairs import count_near_ties, each_family, make_family, make_guessing_draft, make_target, ragged_prompts
 from stopping_pairs import Recorder, letters_pair
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, GPTNeoConfig, MptConfig
 
@@ -222,7 +222,7 @@ def taught(target, texts: torch.Tensor, wrong_share: float = 0.6, second_share: 
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", each_family("llama", "qwen3", "gemma2", "gemma3", "mistral"))
 def test_greedy_text_equals_plain_generation_and_second_choices_are_accepted(name, num_rows):
     """Rows end at several times."""
     target = make_family(name)
@@ -242,7 +242,7 @@ def test_greedy_text_equals_plain_generation_and_second_choices_are_accepted(nam
     assert acceptance_lengths[2] > 1.15 * acceptance_lengths[1] > 1.2 * acceptance_lengths[0]
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+@pytest.mark.parametrize("name", each_family("gemma2", "mistral"))
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_nodes_see_by_their_positions_in_the_text_where_a_window_is_shorter_than_a_block(name, num_rows):
     target = make_family(name, sliding_window=2)
@@ -254,7 +254,7 @@ def test_nodes_see_by_their_positions_in_the_text_where_a_window_is_shorter_than
     assert drafted.statistics.acceptance_length > 1.7
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", each_family("llama", "gemma3", "mistral"))
 def test_a_chat_goes_on_from_a_cache_that_trees_have_written(name, monkeypatch):
     monkeypatch.setattr("dflash_hf.decoding.kv_cache.GROWTH_COLUMNS", 8)
     target = make_family(name)

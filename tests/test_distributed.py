@@ -309,6 +309,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(tmp_pa
     assert_close(found[1], found[0], atol=1e-6)
 
 
+@pytest.mark.spawns
 def test_a_compiled_draft_trains_evaluates_and_is_saved_like_a_plain_one(tmp_path):
     found = []
     for values in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):

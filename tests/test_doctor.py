@@ -109,6 +109,21 @@ def statuses(record: dict[str, Any], status: str) -> list[str]:
     return [finding["name"] for finding in record["findings"] if finding["status"] == status]
 
 
+def test_every_part_of_an_untrained_pair_is_examined(run, saved_target, tmp_path):
+    target = saved_target(num_hidden_layers=8)
+    new_draft(AutoModelForCausalLM.from_pretrained(target)).save_pretrained(tmp_path / "draft")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    record = tmp_path / "findings.json"
+    names = ("--draft", tmp_path / "draft", "--target", target, "--prompts", tmp_path / "prompts.jsonl")
+    code, out, err = run("doctor", *names, "--json", record, "--max-new-tokens", 8)
+    assert code == 1, err
+    found = json.loads(record.read_text())
+    assert len(found["findings"]) >= 8
+    assert statuses(found, "fault") == ["weights"]
+    assert found["verdict"].startswith("1 fault:\n1. weights: ")
+    assert "FAULT   weights: " in out
+
+
 def test_a_healthy_pair_gets_no_fault_and_no_warning(doctor, clinic):
     code, record, out = doctor(clinic.draft_folder)
     assert (code, statuses(record, "fault"), statuses(record, "warning")) == (0, [], [])

@@ -121,6 +121,7 @@ def test_ctrl_c_keeps_what_was_answered_and_the_same_command_goes_on(run, pair, 
     assert (out / "answers-00000.jsonl").read_text().splitlines() == lines
 
 
+@pytest.mark.spawns
 def test_two_processes_share_the_prompts_and_one_goes_on_from_them(run, pair, own, tmp_path):
     target, draft = pair
     arguments = [*map(str, ("eval", "--target", target, "--draft", draft, "--prompts", own, *QUICK))]

@@ -262,6 +262,7 @@ print(json.dumps([digest(each) for each in (draft, sharded, pinned, offline)]))
 """
 
 
+@pytest.mark.spawns
 def test_a_pull_without_the_package_is_bit_equal_and_drafts_by_remote_code(hub, tmp_path):
     """With a repository in place of a folder."""
     draft, old = shareable_draft(1), shareable_draft(2)

@@ -259,6 +259,7 @@ def start_child(folder: Path, **environment: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.spawns
 def test_signals_from_outside_end_real_processes_at_one_step_with_a_checkpoint(tmp_path, uninterrupted):
     """
     SIGINT and SIGTERM to a script each; SIGTERM to one of two ranks, which both stop before the same step.

@@ -34,6 +34,7 @@ def test_the_points_are_the_evaluations_and_the_later_of_two_at_one_step_counts(
     assert points_in(history) == (CurvePoint(10, 2.0, 1.5, 1.25), CurvePoint(20, 4.0, 2.0))
 
 
+@pytest.mark.trains
 def test_a_run_of_the_command_has_a_curve_of_growing_minutes(run, saved_target, tmp_path):
     rows = [{"messages": [{"role": "user", "content": f"{n}+1"}, {"role": "assistant", "content": str(n + 1) * 8}]}
             for n in range(6)]  # fmt: skip

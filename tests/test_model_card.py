@@ -535,6 +535,7 @@ def snippets(content: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", content, flags=re.DOTALL)
 
 
+@pytest.mark.spawns
 def test_the_transformers_snippets_run_against_the_saved_folder(saved_target, tmp_path, capsys):
     """The first in this process; the second, of people without the package, in one that cannot import it."""
     target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))

@@ -45,6 +45,7 @@ def test_there_are_five_notebooks_and_the_readme_beside_them_links_each():
     assert len(links) == 5
 
 
+@pytest.mark.spawns
 @every_notebook
 def test_a_fresh_run_shows_what_the_notebook_keeps(path, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny models lose more to threads than they gain

@@ -307,6 +307,7 @@ def test_resuming_on_packed_rows_grouped_by_length_equals_an_uninterrupted_run(t
         assert torch.equal(value, finals[1][key]), key
 
 
+@pytest.mark.trains
 def test_packed_rows_train(target, tmp_path):
     trainer = make_trainer(target, tmp_path, packing=True, max_length=80, anchors_per_sample=30, max_steps=30)
     trainer.train()

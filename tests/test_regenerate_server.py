@@ -102,6 +102,7 @@ def greedy_answer(model: LlamaForCausalLM, tokenizer, messages: list[dict[str, s
     return tokenizer.decode(new, skip_special_tokens=True), "length" if len(new) == NUM_NEW else "stop"
 
 
+@pytest.mark.spawns
 def test_a_run_killed_thrice_under_faults_ends_complete_and_without_duplicates(
     chat_target, served, prompts, tmp_path, monkeypatch, capsys
 ):

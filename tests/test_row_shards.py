@@ -203,6 +203,7 @@ for limit in (100, 3000):  # of the second row, nothing or a part fits
 """
 
 
+@pytest.mark.spawns
 def test_a_full_disk_ends_in_one_error_and_leaves_no_part_of_a_row(tmp_path):
     """A limit on the size of files stands for the disk."""
     done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True)
@@ -236,6 +237,7 @@ with RowShards(sys.argv[1], {}, rows_per_shard=2) as shards:
 """
 
 
+@pytest.mark.spawns
 def test_a_kill_at_any_moment_neither_loses_nor_repeats_a_row(tmp_path):
     """One process after another on the same folder, killed before its first, second, … touch of a file."""
     script = textwrap.dedent(KILLED)

@@ -35,6 +35,7 @@ def test_a_stream_gives_the_rows_of_the_set():
     assert list(once(formatted)) == list(once(stream_of(rows)))
 
 
+@pytest.mark.spawns
 def test_ids_of_streamed_rows_are_distinct_and_the_same_in_any_order_shard_and_worker():
     rows = numbered_rows(40)
     expected = {tuple(row["input_ids"]): row["sample_id"] for row in once(stream_of(rows))}
@@ -96,6 +97,7 @@ def test_a_stream_without_a_usable_row_is_an_error_and_no_endless_loop():
         next(iter(PreparedStream(empty, None, max_length=5)))
 
 
+@pytest.mark.spawns
 def test_a_worker_without_a_shard_ends():
     loader = DataLoader(
         PreparedStream(stream_of(numbered_rows(6)), None, max_length=50), batch_size=None, num_workers=2
@@ -116,6 +118,7 @@ def test_a_packed_stream_gives_the_rows_of_a_packed_set():
     assert list(once(stream_of(rows), max_length=16, is_packed=True)) == list(packed)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_two_processes_share_a_stream_and_read_each_row_once(tmp_path, num_shards, num_workers):

@@ -24,6 +24,7 @@ from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.training.optimizer import MuonWithAdamW
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("muon", [False, True])
 def test_an_overfitted_draft_is_accepted_whole_by_native_generation(target, tmp_path, muon):
     """Labels, anchors and slots mean the same in training and serving."""
@@ -435,6 +436,7 @@ def test_a_target_whose_logits_cannot_be_made_from_its_final_state_is_refused(ta
     make_trainer(target, tmp_path)
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("values", [{"soft_labels": True}, {"l1_weight": 1.0}, {"kl_weight": 0.5}], ids=str)
 def test_every_term_learns(values, target, tmp_path):
     rows = rows_of(target)

@@ -224,6 +224,7 @@ def test_with_a_time_budget_the_warmup_is_a_share_of_it(warnings):
     assert feed(watch, [1.0] * 10) == [50]
 
 
+@pytest.mark.trains
 def test_training_on_noise_ends_in_the_warning(tmp_path, warnings):
     """Rate 0: what is proposed stays random."""
     target = make_target()
