@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.data.collator import DFlashCollator
 from dflash_hf.training.optimizer import MuonWithAdamW
 
 ROWS = 4

@@ -275,7 +275,7 @@ def test_regenerate_answers_every_prompt_once_and_continues(run, saved_target, t
     ("arguments", "words"),
     [
         (["--prompt-column", "question"], "no column 'question'"),
-        (["--chat-template-kwargs", "{"], "is no JSON"),
+        (["--chat-template-kwargs", "{"], "is not valid JSON"),
         (["--chat-template-kwargs", "[1]"], "must be a JSON object"),
         (["--own-sampling", "--temperature", "1"], "Leave these options out"),
         (["--thinking-share", "2"], "thinking_share=2.0 must be at least 0 and at most 1"),

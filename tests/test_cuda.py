@@ -10,7 +10,7 @@ from training_runs import make_trainer
 
 from dflash_hf import build_dflash_batch_plan, speculative_generate
 from dflash_hf.blocks.attention import training_masks
-from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.data.collator import DFlashCollator
 
 pytestmark = pytest.mark.cuda
 

@@ -11,8 +11,10 @@ from transformers import TrainingArguments
 
 from dflash_hf.data import dataset as dataset_module
 from dflash_hf.data import labels
-from dflash_hf.data.dataset import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
+from dflash_hf.data.collator import DFlashCollator
+from dflash_hf.data.dataset import PreparedStream, prepare_dataset
 from dflash_hf.data.labels import tokenize_row
+from dflash_hf.data.packing import pack_dataset
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
 
@@ -78,9 +80,10 @@ def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_on
     thought = {"role": "assistant", "content": "<think>hm</think>4"}
     row = {"messages": [USER, thought, USER, thought]}
     assert [supervised_text(tokenizer, row) for _ in range(2)] == ["<think>hm</think>4<|end|>"] * 2
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        "The chat template renders earlier answers of a conversation otherwise once it goes on (it strips thinking, "
-        "for instance)"
+    assert [record.message for record in caplog.records] == [
+        "The chat template renders earlier assistant turns differently once a conversation continues, for example "
+        "without their thinking. Such turns are context and carry no loss. To train on them, pass each conversation "
+        "up to such a turn as a row of its own, as dflash-hf prepare --split-turns does."
     ]
 
 
@@ -119,12 +122,12 @@ def test_rows_without_supervision_are_dropped_with_counts(tokenizer, caplog):
     prepared = prepare_dataset(datasets.Dataset.from_list(rows), tokenizer, max_length=40)
     assert prepared["sample_id"][:] == [0]
     assert [record.message for record in caplog.records] == [
-        "The train set: 2 of 3 rows dropped (1 nothing supervised, 1 longer than max_length, with nothing supervised "
-        "left), 0 of the others cut at max_length=40."
+        "The train set: 2 of 3 rows were dropped (1 without supervised tokens, 1 without supervised tokens within "
+        "max_length), and 0 of the others were truncated at max_length=40."
     ]
 
 
-def test_counts_of_dropped_and_cut_rows_are_said_again_when_they_come_out_of_the_cache(
+def test_counts_of_dropped_and_truncated_rows_are_said_again_when_they_come_out_of_the_cache(
     tokenizer, caplog, tmp_path, monkeypatch
 ):
     from transformers.utils import logging
@@ -146,7 +149,8 @@ def test_counts_of_dropped_and_cut_rows_are_said_again_when_they_come_out_of_the
     assert results[0] == results[1]
     assert lines[0] == lines[1]
     assert lines[0] == [
-        "The train set: 1 of 3 rows dropped (1 nothing supervised), 1 of the others cut at max_length=24."
+        "The train set: 1 of 3 rows were dropped (1 without supervised tokens), and 1 of the others were truncated at "
+        "max_length=24."
     ]
 
 
@@ -195,11 +199,11 @@ def test_a_row_with_the_mask_token_is_refused():
     [
         (
             {"input_ids": [5, -1]},
-            r"Row 1 \(sample_id 1\) of the train set contains token -1, and token ids are not neg",
+            r"Row 1 \(sample_id 1\) of the train set: The row contains token -1, and .* target are 0 … 96\.",
         ),
         (
             {"input_ids": [5, 97], "sample_id": 8},
-            r"Row 1 \(sample_id 8\).*token 97, and the target has 97 embedding r",
+            r"Row 1 \(sample_id 8\).*contains token 97, and the token ids of the target are 0 … 96\.",
         ),
         (
             {"input_ids": [5, 6], "sample_id": -8},
@@ -222,9 +226,9 @@ def test_a_row_that_would_fail_later_is_named_before_training(tokenizer, row, wo
         ([{"input_ids": [1, 2], "sample_id": "gsm8k-7"}], "sample_id 'gsm8k-7'.*Rename or remove the column"),
         ([{"input_ids": [1, 2], "sample_id": 1.5}], "sample_id 1.5.*must be an integer"),
         ([{"input_ids": [1, 2], "sample_id": True}], "sample_id True.*must be an integer"),
-        ([{"input_ids": [1.5, 2.0]}], "input_ids hold 1.5: they must be one flat list of integers"),
-        ([{"input_ids": [[1, 2]]}], r"input_ids hold \[1, 2\]: they must be one flat list"),
-        ([{"messages": ["Hi"]}], "A message is 'Hi': it must be a mapping"),
+        ([{"input_ids": [1.5, 2.0]}], "input_ids contain 1.5, and they must be a flat list of integers"),
+        ([{"input_ids": [[1, 2]]}], r"input_ids contain \[1, 2\], and they must be a flat list"),
+        ([{"messages": ["Hi"]}], "A message of the row is 'Hi', and a message must be a mapping"),
     ],
 )
 def test_values_of_a_wrong_type_are_named(tokenizer, rows, words):
@@ -340,7 +344,7 @@ def test_prepared_rows_can_be_prepared_again_and_streamed():
     stream = PreparedStream(prepared.to_iterable_dataset(), None, max_length=9, is_repeated=False)
     assert list(stream) == list(prepared)
     packed = pack_dataset(prepared, 9)
-    with pytest.raises(ValueError, match=r"Row 0 \(sample_id 7\).*It is a packed row.*Give the documents"):
+    with pytest.raises(ValueError, match=r"Row 0 \(sample_id 7\).*The row is packed.*Pass the documents"):
         prepare_dataset(list(packed), None, max_length=9)
 
 

@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, DraftCard
 from dflash_hf.blocks.losses import is_plain_head
-from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.data.collator import DFlashCollator
 
 
 @pytest.fixture(scope="module")

@@ -20,17 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import dflash_hf.training.trainer
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.data.inspect_rows import Block, InspectedRow, StepPlan, TrainingRows, lanes_of, token_pieces, visible
-from dflash_hf.data.inspect_views import (
-    ANCHOR_STYLE,
-    coloured_text,
-    draw_rows,
-    print_row,
-    print_statistics,
-    render_page,
-    strip,
-)
-from dflash_hf.data.row_statistics import Histogram, RowStatistics
+from dflash_hf.data.inspection.figure import draw_rows
+from dflash_hf.data.inspection.layout import assign_lanes
+from dflash_hf.data.inspection.page import render_page
+from dflash_hf.data.inspection.rows import Block, InspectedRow, StepPlan, TrainingRows
+from dflash_hf.data.inspection.statistics import Histogram, RowStatistics
+from dflash_hf.data.inspection.terminal import ANCHOR_STYLE, print_row, print_statistics, strip, styled_text
+from dflash_hf.data.inspection.text import token_pieces, visible
 from dflash_hf.target.loading import read_target
 
 PLAN = StepPlan(block_size=4, anchors_per_sample=3, optimizer_step=0, seed=42)
@@ -76,10 +72,10 @@ def row_of(mask: str, *blocks: Block) -> InspectedRow:
         input_ids=[64 + n for n in range(len(mask))],
         supervised_mask=[c == "x" for c in mask],
         pieces=[chr(97 + n) for n in range(len(mask))],
-        special=[False] * len(mask),
+        is_special=[False] * len(mask),
         blocks=list(blocks),
         drop_reason="",
-        is_cut=False,
+        is_truncated=False,
     )
 
 
@@ -87,9 +83,6 @@ def statistics_of(rows: TrainingRows, plan: StepPlan = PLAN) -> RowStatistics:
     statistics = RowStatistics()
     statistics.add((rows[index] for index in rows.sample(10**6)), plan)
     return statistics
-
-
-# ---- the plan ----
 
 
 def test_blocks_shown_are_those_the_trainer_trains_in_step_0(saved_target, tmp_path, monkeypatch):
@@ -135,10 +128,10 @@ def test_blocks_shown_are_those_the_trainer_trains_in_step_0(saved_target, tmp_p
         assert [list(block.labels) for block in shown] == labels
         assert len(shown) == 3
     assert ours.inspect(2, plan).blocks == []
-    assert ours.inspect(2, plan).drop_reason == "nothing supervised"
+    assert ours.inspect(2, plan).drop_reason == "without supervised tokens"
 
 
-def test_another_step_draws_other_blocks(tokenizer):
+def test_another_step_chooses_other_blocks(tokenizer):
     rows = TrainingRows(prepared("." + "x" * 60), tokenizer, max_length=99)
     first, later = (rows.inspect(0, StepPlan(4, 3, step, 42)).blocks for step in (0, 1))
     assert [block.anchor for block in first] != [block.anchor for block in later]
@@ -163,9 +156,6 @@ def test_the_context_of_a_packed_row_starts_at_its_document(tokenizer):
     ]  # fmt: skip
 
 
-# ---- numbers ----
-
-
 def test_rows_without_a_window_are_counted(tokenizer):
     rows = TrainingRows(prepared("..xxxxx", ".....x", ".....", "x..."), tokenizer, max_length=99)
     statistics = statistics_of(rows)
@@ -176,7 +166,7 @@ def test_rows_without_a_window_are_counted(tokenizer):
     assert statistics.num_without_block == 2
     summary = dict(statistics.summary(PLAN, len(rows)))
     assert summary["rows"] == "4"
-    assert summary["tokens"] == "22, of them 7 supervised (31.8%)"
+    assert summary["tokens"] == "22, of which 7 are supervised (31.8%)"
     assert summary["rows without a block"] == "2 (50.0%)"
     assert summary["rows without a whole block of 4"] == "3 (75.0%)"
 
@@ -185,12 +175,17 @@ def test_rows_that_training_drops_are_counted_by_reason(tokenizer):
     raw = prepared("..xxxxx", ".....x", ".....", "x...").rename_column("supervised_mask", "loss_mask")
     statistics = statistics_of(TrainingRows(raw, tokenizer, max_length=5))
     assert dict(statistics.dropped) == {
-        "longer than max_length, with nothing supervised left": 1,
-        "nothing supervised": 2,
+        "without supervised tokens within max_length": 1,
+        "without supervised tokens": 2,
     }
-    assert (statistics.lengths, statistics.supervised, statistics.num_cut, statistics.num_rows) == ([5], [3], 1, 4)
+    assert (statistics.lengths, statistics.supervised, statistics.num_truncated, statistics.num_rows) == (
+        [5],
+        [3],
+        1,
+        4,
+    )
     assert dict(statistics.summary(PLAN, 4))["rows dropped"] == (
-        "3 (2 nothing supervised; 1 longer than max_length, with nothing supervised left)"
+        "3 (2 without supervised tokens; 1 without supervised tokens within max_length)"
     )
 
 
@@ -213,7 +208,7 @@ def test_statistics_equal_a_count_token_by_token(tokenizer):
     assert len(statistics.lengths) == len(masks)
 
 
-def test_numbers_of_a_large_data_set_come_from_rows_drawn_without_reading_the_others(tokenizer):
+def test_statistics_of_a_large_data_set_read_only_the_sampled_rows(tokenizer):
     rows = TrainingRows(prepared(*["..xx"] * 50), tokenizer, max_length=99)
     read = []
     rows.dataset = type("Watched", (), {
@@ -229,7 +224,7 @@ def test_numbers_of_a_large_data_set_come_from_rows_drawn_without_reading_the_ot
     assert list(rows.first(2)) == [0, 1]
     assert read == [*sample, 0, 1]
     assert dict(statistics.summary(PLAN, len(rows)))["rows"] == (
-        "1,000,000,000; what follows is of 5 of them, drawn at random"
+        "1,000,000,000; the statistics below are of a random sample of 5"
     )
 
 
@@ -246,10 +241,7 @@ def test_a_histogram_has_round_bins_that_hold_every_value():
 
 def test_blocks_of_a_lane_do_not_overlap_and_lanes_are_few():
     blocks = [Block(anchor, anchor, 4, 3) for anchor in (0, 1, 3, 4, 9)]
-    assert lanes_of(blocks) == [0, 1, 2, 0, 0]
-
-
-# ---- text ----
+    assert assign_lanes(blocks) == [0, 1, 2, 0, 0]
 
 
 def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer):
@@ -274,7 +266,7 @@ def test_text_cannot_steer_a_terminal():
 
 
 def test_terminal_text_is_styled_by_what_a_token_is():
-    text = coloured_text(row_of("..xx.x", Block(1, 1, 4, 2)))
+    text = styled_text(row_of("..xx.x", Block(1, 1, 4, 2)))
     assert text.plain == "abcdef"
     assert [str(span.style).split() for span in text.spans] == [
         ["dim"], ["dim", ANCHOR_STYLE], ["bold", "green"], ["bold", "green"], ["dim"], ["green"],
@@ -300,15 +292,12 @@ def test_the_terminal_view_holds_text_numbers_and_blocks(tokenizer):
     output = console.file.getvalue()
     assert "<|user|>1 + 1?<|end|><|assistant|>" + HOSTILE.replace("\x1b", "␛") + "<|end|>" in output
     assert "\x1b" not in output
-    assert "Row 1 (sample id 1): 8 tokens, 4 supervised; 3 blocks, which cover 4 of them" in output
+    assert "Row 1 (sample id 1): 8 tokens, 4 supervised; 3 blocks cover 4 of them" in output
     assert "rows by supervised tokens" in output
     block = rows.inspect(1, PLAN).blocks[0]
     assert block == Block(anchor=3, context_length=3, num_slots=4, num_labels=3)
     (line,) = [line.split() for line in output.splitlines() if line.rstrip().endswith(" two")]
     assert line == ["3", "3", "4", "4", "–", "6", "<|assistant|>", "two"]
-
-
-# ---- page and picture ----
 
 
 class Spans(HTMLParser):
@@ -384,7 +373,10 @@ def test_every_block_and_supervised_part_is_drawn_to_scale():
 def test_rows_that_are_all_dropped_or_empty_are_shown_all_the_same(tokenizer, tmp_path):
     raw = TrainingRows(datasets.Dataset.from_list([conversation("why?", "")] * 2), tokenizer, max_length=5)
     empty = TrainingRows(prepared("", "."), tokenizer, max_length=5)
-    for rows, words in ((raw, "5 tokens, cut at max_length, 0 supervised; dropped: longer"), (empty, "0 blocks")):
+    for rows, words in (
+        (raw, "5 tokens, truncated at max_length, 0 supervised; dropped: without supervised"),
+        (empty, "0 blocks"),
+    ):
         statistics = statistics_of(rows)
         shown = [rows.inspect(index, PLAN) for index in rows.first(3)]
         assert [row.index for row in shown] == [0, 1]
@@ -399,9 +391,6 @@ def test_rows_that_are_all_dropped_or_empty_are_shown_all_the_same(tokenizer, tm
     assert statistics_of(empty).num_without_block == 2
 
 
-# ---- the command ----
-
-
 def test_inspect_from_the_shell(run, saved_target, tmp_path):
     folder = Path(saved_target())
     (folder / "model.safetensors").unlink()  # weights are not read
@@ -414,8 +403,8 @@ def test_inspect_from_the_shell(run, saved_target, tmp_path):
     assert "Row 1 (sample id 1)" in out
     assert "<|assistant|>two<|end|>" in out
     assert "Row 0" not in out
-    assert "2; what follows is of 1 of them, drawn at random" in out
-    assert "64 blocks a row (seed 42)" in out
+    assert "2; the statistics below are of a random sample of 1" in out
+    assert "64 blocks per row (seed 42)" in out
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture.read_bytes()) > 10_000
     assert "rows.jsonl for target, blocks of 4" in page.read_text()
@@ -437,8 +426,8 @@ def test_bad_input_of_inspect_is_one_clear_line(run, saved_target, tmp_path, mon
     cases = [
         ([tmp_path / "none.jsonl"], "does not exist"),
         ([empty], "is empty"),
-        ([no_ids], "need input_ids and a sample_id, too"),
-        ([foreign], "the target has 272 embedding rows"),
+        ([no_ids], "need input_ids and sample_id too"),
+        ([foreign], "the token ids of the target are 0 … 271"),
         ([data, "--row", "2"], "Row 2 does not exist: the data set has rows 0 … 1"),
         ([data, "--row", "-1"], "Row -1 does not exist"),
         ([data, "--rows", "-1"], "--rows -1 must be at least 0"),
@@ -447,9 +436,12 @@ def test_bad_input_of_inspect_is_one_clear_line(run, saved_target, tmp_path, mon
         ([data, "--step", "-1"], "optimizer_step=-1 must be at least 0"),
         ([data, "--max-length", "0"], "max_length=0 must be at least 1"),
         ([data, "--limit", "0"], "limit=0 must be at least 1"),
-        ([data, "--html", tmp_path / "none" / "rows.html"], "none does not exist. Make it first."),
+        (
+            [data, "--html", tmp_path / "none" / "rows.html"],
+            "none does not exist. Create it, or choose another folder.",
+        ),
         ([data, "--html", tmp_path], "is a folder"),
-        ([data, "--html", closed / "rows.html"], "must not be written to"),
+        ([data, "--html", closed / "rows.html"], "is not writable. Choose another file."),
         ([data, "--png", tmp_path / "rows.png"], "pip install 'dflash-hf[demo]'"),
         ([data, "--target", bare], "has no chat template"),
         ([data, "--target", tmp_path / "nothing"], "cannot be read"),

@@ -13,8 +13,9 @@ from training_runs import StopAt, gradients_of, make_trainer, rows_of
 
 from dflash_hf.blocks.forward import block_losses
 from dflash_hf.blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
-from dflash_hf.data.dataset import DFlashCollator, pack_dataset, prepare_dataset
-from dflash_hf.data.packing import PACKING_WINDOW, pack_lengths, pack_stream
+from dflash_hf.data.collator import DFlashCollator
+from dflash_hf.data.dataset import prepare_dataset
+from dflash_hf.data.packing import PACKING_WINDOW, pack_dataset, pack_lengths, pack_stream
 from dflash_hf.target.hidden_states import documents_of, split_documents, states_of_packed_rows, target_hidden_states
 
 
@@ -28,7 +29,9 @@ def test_packing_is_best_fit_longest_first(seed):
 
 def test_a_document_of_the_whole_length_has_a_row_and_a_longer_one_is_refused():
     assert pack_lengths([2, 9, 7, 9], 9) == [[0, 2], [1], [3]]
-    with pytest.raises(ValueError, match="Document 1 has 10 tokens and a packed row at most 9"):
+    with pytest.raises(
+        ValueError, match="Document 1 has 10 tokens, but a packed row has at most 9 and documents are not split"
+    ):
         pack_lengths([2, 10, 10], 9)
 
 
@@ -64,11 +67,11 @@ def test_every_document_is_whole_in_one_packed_row_and_row_ids_are_distinct():
 def test_packing_says_how_full_the_rows_are(caplog):
     from transformers.utils import logging
 
-    logging.get_logger("dflash_hf.data.dataset").propagate = True
+    logging.get_logger("dflash_hf.data.packing").propagate = True
     rows = [{"input_ids": [1] * length} for length in (4, 6, 5)]
     prepared = prepare_dataset(rows, None, max_length=10)
     pack_dataset(prepared, 10)
-    assert "3 rows packed into 2 of at most 10 tokens, 75% full" in caplog.text
+    assert "3 rows were packed into 2 rows of at most 10 tokens, which are 75% full" in caplog.text
     caplog.clear()
     pack_dataset(prepared, 10, is_quiet=True)
     assert not caplog.text

@@ -17,10 +17,10 @@ from datasets import Json, List, Value
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.data import prepared_folder
-from dflash_hf.data.chat_template import TemplateError
-from dflash_hf.data.labels import SupervisedRow, read_row
+from dflash_hf.data.chat_template import ChatTemplateError
+from dflash_hf.data.labels import TokenizedRow, read_row
 from dflash_hf.data.prepare import prepare_for_training
-from dflash_hf.data.prompt_check import check_prefix
+from dflash_hf.data.prompt_check import check_prompt
 from dflash_hf.data.settings import PreparationSettings
 from dflash_hf.target.loading import TargetText
 
@@ -90,15 +90,15 @@ def test_every_drop_has_its_reason_counted():
     ]
     prepared = prepare(rows, max_length=100)
     assert prepared.dropped == {
-        "nothing supervised": 1,
-        "longer than max_length, with nothing supervised left": 1,
+        "without supervised tokens": 1,
+        "without supervised tokens within max_length": 1,
         "with the prompt of an earlier row": 1,
-        "equal to an earlier row": 1,
+        "identical to an earlier row": 1,
     }
-    assert (prepared.num_cut, len(prepared.train), prepared.train["length"][1]) == (1, 2, 100)
+    assert (prepared.num_truncated, len(prepared.train), prepared.train["length"][1]) == (1, 2, 100)
     prepared = prepare(rows, max_length=100, truncation="drop")
     assert prepared.dropped["longer than max_length"] == 2
-    assert (prepared.num_cut, len(prepared.train)) == (0, 1)
+    assert (prepared.num_truncated, len(prepared.train)) == (0, 1)
 
 
 def test_a_row_without_room_for_a_whole_block_is_dropped_only_if_a_block_size_is_given():
@@ -107,7 +107,7 @@ def test_a_row_without_room_for_a_whole_block_is_dropped_only_if_a_block_size_is
     rows = [{"input_ids": [1, 2, 3, 4, 5], "loss_mask": mask}]
     assert len(prepare(rows).train) == 1
     assert len(prepare(rows, block_size=3).train) == 1
-    with pytest.raises(ValueError, match="1 rows came in, 1 were without room for a block"):
+    with pytest.raises(ValueError, match="1 rows were read, and 1 were without room for a whole block"):
         prepare(rows, block_size=4)
 
 
@@ -117,7 +117,7 @@ def test_a_refused_row_is_dropped_with_the_words_of_the_template():
     prepared = prepare(rows, "gemma")
     counts = prepared_folder.make_report(prepared, {})["rows"]
     assert counts["refused"] == {"The chat template refuses the conversation: roles must alternate": 1}
-    assert counts["other_prompt"] == {}
+    assert counts["prompt_mismatches"] == {}
     assert prepared.dropped == {"refused by the chat template": 1}
     assert prepared.mismatches == [
         {
@@ -160,7 +160,7 @@ def test_repeats_are_told_by_all_that_the_target_is_asked():
 
 def test_a_row_that_cannot_be_used_does_not_shadow_a_repeat_of_its_prompt():
     prepared = prepare([{"messages": chat("2+2?")["messages"][:1]}, chat("2+2?", "4")])
-    assert prepared.dropped == {"nothing supervised": 1}
+    assert prepared.dropped == {"without supervised tokens": 1}
     assert texts(prepared.train) == ["4<|im_end|>"]
 
 
@@ -212,9 +212,9 @@ def test_a_question_with_other_system_prompts_stays_on_one_side():
 def test_answers_that_the_template_changes_later_are_counted_or_get_rows_of_their_own():
     rows = [chat("2+2?", THOUGHT, "Sure?", THOUGHT), chat("3+3?", THOUGHT)]
     prepared = prepare(rows, "qwen3")
-    assert (prepared.num_lost_answers, len(prepared.train)) == (1, 2)
+    assert (prepared.num_unsupervised_turns, len(prepared.train)) == (1, 2)
     split = prepare(rows, "qwen3", split_turns=True)
-    assert (split.num_lost_answers, split.num_rows, split.num_answers) == (0, 2, 3)
+    assert (split.num_unsupervised_turns, split.num_rows, split.num_after_split) == (0, 2, 3)
     tokenizer = family_tokenizer("qwen3")
     starts = [tokenizer.decode(ids[: mask.index(True)]) for ids, mask in zip(
         split.train["input_ids"], split.train["supervised_mask"], strict=True)]  # fmt: skip
@@ -243,22 +243,22 @@ def test_a_recorded_conversation_gets_rows_for_the_answers_that_its_mask_leaves_
     tokenizer = family_tokenizer("qwen3")
     row = chat("2+2?", THOUGHT, "Sure?", THOUGHT)
     read = read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, "qwen3"))
-    recorded = {**row, "input_ids": read.ids, "loss_mask": read.mask}
+    recorded = {**row, "input_ids": read.input_ids, "loss_mask": read.supervised_mask}
     assert (
         prepare([recorded], "qwen3", split_turns=True).train[:] == prepare([row], "qwen3", split_turns=True).train[:]
     )
     plain = chat("2+2?", "4", "Sure?", "Yes.")
     read = read_row(plain, family_tokenizer("qwen3-instruct"))
-    recorded = {**plain, "input_ids": read.ids, "loss_mask": read.mask}
+    recorded = {**plain, "input_ids": read.input_ids, "loss_mask": read.supervised_mask}
     assert len(prepare([recorded], split_turns=True).train) == 1
     tokenizer = family_tokenizer("llama-3.1")
     dated = {**plain, "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
     read = read_row(dated, tokenizer, eos_token_ids=end_ids(tokenizer, "llama-3.1"))
-    recorded = {**plain, "input_ids": read.ids, "loss_mask": read.mask}
+    recorded = {**plain, "input_ids": read.input_ids, "loss_mask": read.supervised_mask}
     of_an_earlier_day = prepare([recorded], "llama-3.1", split_turns=True)
     assert len(of_an_earlier_day.train) == 1
     assert [line["reason"] for line in of_an_earlier_day.mismatches] == [
-        "only another date: the template writes that of the day"
+        "only the date differs: the template writes the current date"
     ]
 
 
@@ -269,8 +269,8 @@ def recorded_prompt():
     def check(family: str, prompt: str, row: dict) -> str:
         tokenizer = family_tokenizer(family)
         ids, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, "It is 4."))
-        read = SupervisedRow(ids + answer, [False] * len(ids) + [True] * len(answer))
-        mismatch = check_prefix({**row, "input_ids": read.ids}, read, tokenizer)
+        read = TokenizedRow(ids + answer, [False] * len(ids) + [True] * len(answer))
+        mismatch = check_prompt({**row, "input_ids": read.input_ids}, read, tokenizer)
         return "" if mismatch is None else mismatch.reason
 
     return check
@@ -293,37 +293,37 @@ def test_the_reason_of_a_mismatch_is_told_in_words(recorded_prompt):
     system = [{"role": "system", "content": "Be brief."}, *asked]
     today = str(date.today())
     assert recorded_prompt("llama-3.1", rendered("llama-3.1", asked, date_string="26 Jul 2024"), row) == (
-        "only another date: the template writes that of the day"
+        "only the date differs: the template writes the current date"
     )
     assert recorded_prompt("harmony", rendered("harmony", asked).replace(today, "2025-08-05"), row) == (
-        "only another date: the template writes that of the day"
+        "only the date differs: the template writes the current date"
     )
     assert recorded_prompt("qwen3", rendered("qwen3", asked, enable_thinking=False), row) == (
-        "the row has an empty thinking block that is not in the prompt; the row's is the prompt of "
-        'chat_template_kwargs {"enable_thinking": false}'
+        "the row has an empty thinking block that the template does not write; the template gives the row's prompt "
+        'with chat_template_kwargs {"enable_thinking": false}'
     )
     not_thinking = {**row, "chat_template_kwargs": {"enable_thinking": False}}
     assert recorded_prompt("qwen3", rendered("qwen3", asked), not_thinking).startswith(
-        "the template puts an empty thinking block into the prompt; the row's is the prompt of"
+        "the template writes an empty thinking block that the row does not have; the template gives the row's "
     )
     kept = (
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
         + THOUGHT
         + ("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")
     )
-    assert recorded_prompt("qwen3", kept, turns) == "the template strips thinking from earlier answers"
+    assert recorded_prompt("qwen3", kept, turns) == "the template strips the thinking of earlier turns"
     assert recorded_prompt("deepseek-r1", rendered("deepseek-v3", asked), row) == (
-        "the template's prompt begins to think, the row's does not"
+        "the template's prompt opens a thinking block and the row's does not"
     )
     bare = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert recorded_prompt("smollm2", bare, row) == "the row lacks the system prompt that the template adds"
     with_system = {"messages": [*system, row["messages"][1]]}
     assert recorded_prompt("qwen3-instruct", bare, with_system) == "the row lacks the system prompt of its messages"
     assert "the row has a system prompt" in recorded_prompt("qwen3-instruct", rendered("qwen3", system), row)
-    assert "the row's is the prompt of chat_template_kwargs" in recorded_prompt(
+    assert "the template gives the row's prompt with chat_template_kwargs" in recorded_prompt(
         "harmony", rendered("harmony", asked, reasoning_effort="high"), row
     )
-    assert recorded_prompt("qwen3-instruct", bare.replace("2+2?", "3+3?"), row) == "another text"
+    assert recorded_prompt("qwen3-instruct", bare.replace("2+2?", "3+3?"), row) == "the text differs"
 
 
 def test_tokens_that_were_joined_across_a_boundary_are_told_from_another_text():
@@ -332,9 +332,9 @@ def test_tokens_that_were_joined_across_a_boundary_are_told_from_another_text():
     ids, expected = [], rendered("phi-3", row["messages"][:1])
     for character in re.split(r"(<\|\w+\|>|.)", expected, flags=re.DOTALL):
         ids += tokenizer(character, add_special_tokens=False)["input_ids"] if character else []
-    read = SupervisedRow([*ids, 9], [False] * len(ids) + [True])
-    mismatch = check_prefix({**row, "input_ids": read.ids}, read, tokenizer)
-    assert mismatch.reason == "the same text in other tokens: tokens were joined across a boundary"
+    read = TokenizedRow([*ids, 9], [False] * len(ids) + [True])
+    mismatch = check_prompt({**row, "input_ids": read.input_ids}, read, tokenizer)
+    assert mismatch.reason == "the text is the same and the tokens differ: tokens were merged across a boundary"
     assert mismatch.position == len(["<|user|>", "\n", "t", "h"])
 
 
@@ -350,14 +350,16 @@ def test_rows_with_another_prompt_are_kept_dropped_or_an_error():
         "position": line["position"],
         "row_text": line["row_text"],
         "template_text": line["template_text"],
-        "reason": "the template puts an empty thinking block before an answer without thought; the row's is the "
-        'prompt of chat_template_kwargs {"enable_thinking": false}',
+        "reason": "the template inserts an empty thinking block before a response without thinking; the template "
+        'gives the row\'s prompt with chat_template_kwargs {"enable_thinking": false}',
     }
     assert line["row_text"].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert line["template_text"].endswith("<|im_start|>assistant\n")
     dropped = prepare(rows, "qwen3", on_mismatch="drop")
-    assert (len(dropped.train), dropped.dropped) == (1, {"with another prompt than the chat template's": 1})
-    with pytest.raises(ValueError, match=r"1 of 2 rows have another prompt.*the first is row 1: the template puts"):
+    assert (len(dropped.train), dropped.dropped) == (1, {"with a prompt that differs from the chat template's": 1})
+    with pytest.raises(
+        ValueError, match=r"1 of 2 rows have a prompt that differs.*The first is row 1: the template inserts"
+    ):
         prepare(rows, "qwen3", on_mismatch="error")
     mended = prepare(rows[1:], "qwen3", on_mismatch="error", chat_template_kwargs={"enable_thinking": False})
     assert mended.mismatches == []
@@ -374,7 +376,7 @@ def test_rows_of_regenerate_are_read_with_their_recorded_ids():
     row = chat("2+2?", chat_template_kwargs={}, tools=None, finish_reason="stop")
     read = read_row(row, tokenizer)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
-    row |= {"input_ids": read.ids, "loss_mask": read.mask}
+    row |= {"input_ids": read.input_ids, "loss_mask": read.supervised_mask}
     unrecorded = {**row, "input_ids": None, "loss_mask": None, "messages": [{"role": "user", "content": "f!"}, call]}
     features = datasets.Features(
         {
@@ -388,7 +390,7 @@ def test_rows_of_regenerate_are_read_with_their_recorded_ids():
     )
     rows = datasets.Dataset.from_list([row, unrecorded], features=features)
     prepared = prepare_for_training(rows, target_text(), PreparationSettings())
-    assert prepared.train["input_ids"][0] == read.ids
+    assert prepared.train["input_ids"][0] == read.input_ids
     assert texts(prepared.train)[1] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert prepared.mismatches == []
 
@@ -397,15 +399,23 @@ def test_rows_of_regenerate_are_read_with_their_recorded_ids():
     ("rows", "settings", "words"),
     [
         ([{"question": "2+2?"}], {}, r"columns \['question'\].*Rename the columns"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], {}, "1 rows came in, 1 were nothing supervised"),
-        ([{"messages": [{"content": "a"}]}], {}, "Row 0: A message is"),
-        ([{"input_ids": [1, 999]}], {}, "Row 0: it contains token 999, and the target has the 300 tokens"),
+        (
+            [{"messages": [{"role": "user", "content": "a"}]}],
+            {},
+            "1 rows were read, and 1 were without supervised tokens",
+        ),
+        ([{"messages": [{"content": "a"}]}], {}, "Row 0: A message of the row is"),
+        (
+            [{"input_ids": [1, 999]}],
+            {},
+            "Row 0: The row contains token 999, and the token ids of the target are 0 … 299",
+        ),
         ([{"input_ids": [1, 2], "segment_ids": [0, 1]}], {}, "packed rows"),
-        ([chat("a", sample_id="x")], {}, "Row 0: its sample_id is 'x'"),
+        ([chat("a", sample_id="x")], {}, "Row 0: The sample_id is 'x'"),
         ([chat("a")], {"max_length": 1}, "max_length=1 must be at least 2"),
         ([chat("a")], {"truncation": "wrap"}, "truncation='wrap' must be one of cut, drop"),
         ([chat("a")], {"on_mismatch": "x"}, "on_mismatch='x' must be one of keep, drop, error"),
-        ([chat("a")], {"eval_rows": 1.5}, "eval_rows=1.5 must be a share below 1"),
+        ([chat("a")], {"eval_rows": 1.5}, "eval_rows=1.5 must be a fraction below 1"),
         ([chat("a")], {"block_size": 9, "max_length": 8}, "block_size=9 must be at most max_length=8"),
     ],
 )
@@ -416,21 +426,21 @@ def test_bad_rows_and_settings_are_named(rows, settings, words):
 
 def test_a_target_without_chat_template_or_a_data_set_without_rows_is_refused():
     text = target_text()
-    with pytest.raises(ValueError, match="has no rows"):
+    with pytest.raises(ValueError, match="The data set is empty"):
         prepare_for_training(as_dataset([chat("a")]).select([]), text, PreparationSettings())
     text.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
         prepare_for_training(as_dataset([chat("a")]), text, PreparationSettings())
     rows = as_dataset([{"prompt": "2+2=", "completion": "4"}])
     assert texts(prepare_for_training(rows, text, PreparationSettings()).train) == ["4"]
-    assert issubclass(TemplateError, ValueError)
+    assert issubclass(ChatTemplateError, ValueError)
 
 
 # From the shell
 
 
 @pytest.fixture
-def target_folder(tmp_path) -> Path:
+def prepared_target(tmp_path) -> Path:
     tokenizer = family_tokenizer("qwen3")
     folder = tmp_path / "target"
     tokenizer.save_pretrained(folder)
@@ -445,15 +455,15 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def test_prepare_then_train_from_the_shell(run, target_folder, tmp_path, monkeypatch):
+def test_prepare_then_train_from_the_shell(run, prepared_target, tmp_path, monkeypatch):
     rows = [chat(f"{n}+1?", THOUGHT) for n in range(20)] + [chat("0+1?", "again"), chat("9?", "No thought.")]
     path, out = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "deep" / "prepared"
-    arguments = ["prepare", "--target", target_folder, "--dataset", path, "--out", out, "--eval-rows", 3]
+    arguments = ["prepare", "--target", prepared_target, "--dataset", path, "--out", out, "--eval-rows", 3]
     code, stdout, err = run(*arguments)
     assert code == 0, err
     assert re.search(r"rows read +22\b", stdout)
     assert re.search(r"dropped: with the prompt of an earlier row +1\b", stdout)
-    assert "Row 20: the template puts an empty thinking block before an answer without thought" in stdout
+    assert "Row 20: the template inserts an empty thinking block before a response without thinking" in stdout
     assert sorted(item.name for item in out.iterdir()) == ["data", "mismatches.jsonl", "report.json"]
     assert sorted(out.parent.iterdir()) == [out]
     assert len((out / "mismatches.jsonl").read_text().splitlines()) == 2
@@ -469,7 +479,7 @@ def test_prepare_then_train_from_the_shell(run, target_folder, tmp_path, monkeyp
     assert "already" in stdout
     code, _, err = run(*arguments, "--max-length", 64)
     assert code == 1
-    assert "and is now 64. Name another folder, or pass --overwrite" in err
+    assert "and is now 64. Choose another folder, or pass --overwrite" in err
     code, _, err = run(*arguments, "--max-length", 64, "--overwrite", "--num-proc", 2)
     assert code == 0, err
     assert json.loads((out / "report.json").read_text())["settings"]["max_length"] == 64
@@ -479,12 +489,12 @@ def test_prepare_then_train_from_the_shell(run, target_folder, tmp_path, monkeyp
 
     monkeypatch.setattr("dflash_hf.data.dataset.tokenize_row", no_tokenising)
     draft = tmp_path / "draft"
-    code, stdout, err = run("train", "--target", target_folder, "--dataset", out, "--output_dir", draft, *TINY)
+    code, stdout, err = run("train", "--target", prepared_target, "--dataset", out, "--output_dir", draft, *TINY)
     assert code == 0, err
     assert "Held-out rows: acceptance length" in stdout
     assert DFlashDraftModel.from_pretrained(draft).config.num_hidden_layers == 1
     code, _, err = run(
-        "train", "--target", target_folder, "--dataset", out, "--output_dir", draft, *TINY, "--max_length", 20
+        "train", "--target", prepared_target, "--dataset", out, "--output_dir", draft, *TINY, "--max_length", 20
     )
     assert code == 1
     assert re.search(r"has rows of up to \d+ tokens, and max_length=20", err)
@@ -504,52 +514,55 @@ def test_rows_of_regenerate_keep_the_tokens_that_the_target_read_and_wrote(run, 
     assert prepared["supervised_mask"][:] == recorded["loss_mask"][:]
 
 
-def test_a_draft_trained_on_prepared_rows_serves_in_their_mode(run, target_folder, tmp_path):
+def test_a_draft_trained_on_prepared_rows_serves_in_their_mode(run, prepared_target, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [chat(f"{n}+1?") for n in range(6)])
     out, draft = tmp_path / "prepared", tmp_path / "draft"
     code, _, err = run(
-        "prepare", "--target", target_folder, "--dataset", rows, "--out", out, "--on-mismatch", "error",
+        "prepare", "--target", prepared_target, "--dataset", rows, "--out", out, "--on-mismatch", "error",
         "--chat-template-kwargs", '{"enable_thinking": false}',
     )  # fmt: skip
     assert code == 0, err
-    code, _, err = run("train", "--target", target_folder, "--dataset", out, "--output_dir", draft, *TINY)
+    code, _, err = run("train", "--target", prepared_target, "--dataset", out, "--output_dir", draft, *TINY)
     assert code == 0, err
     assert DFlashDraftModel.from_pretrained(draft).config.chat_template_kwargs == {"enable_thinking": False}
 
 
-def test_bad_input_ends_in_one_line_and_leaves_nothing(run, target_folder, tmp_path):
+def test_bad_input_ends_in_one_line_and_leaves_nothing(run, prepared_target, tmp_path):
     rows, empty = write_rows(tmp_path / "rows.jsonl", [chat("1?")]), tmp_path / "empty.jsonl"
     empty.touch()
     questions = write_rows(tmp_path / "questions.jsonl", [{"question": "1?"}])
     taken, out = tmp_path / "taken", tmp_path / "out"
     taken.mkdir()
     (taken / "precious.txt").write_text("mine")
-    base = {"--target": target_folder, "--dataset": rows, "--out": out}
+    base = {"--target": prepared_target, "--dataset": rows, "--out": out}
     for changed, words in (
         ({"--dataset": empty}, "is empty"),
         ({"--dataset": tmp_path / "none.jsonl"}, "does not exist"),
         ({"--dataset": questions}, "columns ['question']"),
         ({"--target": tmp_path / "nowhere"}, "nowhere"),
-        ({"--out": taken, "--eval-rows": "0"}, "exists and holds no prepared rows"),
-        ({"--out": rows}, "exists and holds no prepared rows"),
-        ({"--eval-rows": "many"}, "--eval-rows 'many' must be a number of rows, or a share"),
+        ({"--out": taken, "--eval-rows": "0"}, "exists and contains no prepared rows"),
+        ({"--out": rows}, "exists and contains no prepared rows"),
+        ({"--eval-rows": "many"}, "--eval-rows 'many' is not a number. Pass a number of rows, or a fraction"),
         ({"--chat-template-kwargs": "[1]"}, "must be a JSON object"),
-        ({"--chat-template-kwargs": "{"}, "is no JSON"),
+        ({"--chat-template-kwargs": "{"}, "is not valid JSON"),
         ({"--num-proc": "0"}, "--num-proc 0 must be at least 1"),
-        ({"--max-length": "10"}, "No usable row is left: 1 rows came in, 1 were longer than max_length"),
+        (
+            {"--max-length": "10"},
+            "No usable row is left: 1 rows were read, and 1 were without supervised tokens within max_length",
+        ),
     ):
         code, _, err = run("prepare", *(word for pair in {**base, **changed}.items() for word in pair))
         lines = [line for line in err.splitlines() if line.startswith("Error:")]
         assert (code, len(lines)) == (1, 1), err
         assert words in lines[0]
         assert not out.exists()
-    code, _, err = run("prepare", "--target", target_folder, "--dataset", rows, "--out", taken, "--overwrite")
+    code, _, err = run("prepare", "--target", prepared_target, "--dataset", rows, "--out", taken, "--overwrite")
     assert code == 1
     assert (taken / "precious.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("num_proc", [None, 1])
-def test_ctrl_c_writes_nothing(run, target_folder, tmp_path, monkeypatch, num_proc):
+def test_ctrl_c_writes_nothing(run, prepared_target, tmp_path, monkeypatch, num_proc):
     rows = write_rows(tmp_path / "rows.jsonl", [chat(f"{n}?") for n in range(5)])
     parent = os.getpid()
 
@@ -561,7 +574,7 @@ def test_ctrl_c_writes_nothing(run, target_folder, tmp_path, monkeypatch, num_pr
     monkeypatch.setattr("dflash_hf.data.prepare.read_row", read_and_press)
     processes = [] if num_proc is None else ["--num-proc", num_proc]
     code, stdout, _ = run(
-        "prepare", "--target", target_folder, "--dataset", rows, "--out", tmp_path / "out", *processes
+        "prepare", "--target", prepared_target, "--dataset", rows, "--out", tmp_path / "out", *processes
     )
     assert code == 130
     assert "out was not written" in stdout
@@ -582,7 +595,7 @@ def test_a_folder_is_replaced_whole_or_stays(tmp_path, monkeypatch):
         return full_disk() if Path(source).name == "new" else rename(source, target)
 
     for holder, name, fault in (
-        (prepared_folder, "_write_part", full_disk),
+        (prepared_folder, "_write_split", full_disk),
         (os, "rename", cannot_place_the_new_folder),
     ):
         with monkeypatch.context() as patch:

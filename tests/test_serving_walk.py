@@ -9,7 +9,7 @@ import torch
 from conftest import make_target
 from training_runs import make_trainer, rows_of
 
-from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.data.collator import DFlashCollator
 from dflash_hf.evaluation.simulate import accepted_at_every_anchor, serving_statistics, walk_row
 from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.target.hidden_states import target_hidden_states

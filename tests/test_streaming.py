@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 from training_runs import StopAt, make_trainer, rows_of, weights
 
 from dflash_hf import DFlashTrainingArguments
-from dflash_hf.data.dataset import DFlashCollator, PreparedStream, pack_dataset, prepare_dataset
+from dflash_hf.data.collator import DFlashCollator
+from dflash_hf.data.dataset import PreparedStream, prepare_dataset
+from dflash_hf.data.packing import pack_dataset
 
 
 def numbered_rows(count: int) -> list[dict]:
@@ -78,10 +80,12 @@ def test_dropped_and_cut_rows_of_a_stream_are_counted_early_and_at_its_end(caplo
     assert len(list(islice(stream, 24))) == 24
     lines = [record.message for record in caplog.records]
     assert lines == [
-        "The train set: 1 of 1 rows dropped (1 nothing supervised), 0 of the others cut at max_length=5.",
-        "The train set: 10 of 19 rows dropped (10 nothing supervised), 0 of the others cut at max_length=5.",
-        "The train set: 12 of 24 rows dropped (12 nothing supervised), 1 of the others cut at max_length=5. "
-        "The stream has been read once.",
+        "The train set: 1 of 1 rows were dropped (1 without supervised tokens), and 0 of the others were "
+        "truncated at max_length=5.",
+        "The train set: 10 of 19 rows were dropped (10 without supervised tokens), and 0 of the others were "
+        "truncated at max_length=5.",
+        "The train set: 12 of 24 rows were dropped (12 without supervised tokens), and 1 of the others were "
+        "truncated at max_length=5. The stream has been read once.",
     ]
     caplog.clear()
     list(islice(PreparedStream(stream_of(rows), None, max_length=5, is_quiet=True), 24))
@@ -90,7 +94,7 @@ def test_dropped_and_cut_rows_of_a_stream_are_counted_early_and_at_its_end(caplo
 
 def test_a_stream_without_a_usable_row_is_an_error_and_no_endless_loop():
     stream = PreparedStream(stream_of([{"input_ids": [1, 2], "loss_mask": [1, 0]}]), None, max_length=5)
-    with pytest.raises(ValueError, match="no usable row: 1 rows came in, 1 were nothing supervised"):
+    with pytest.raises(ValueError, match="no usable row: 1 rows were read, and 1 were without supervised tokens"):
         next(iter(stream))
     empty = datasets.IterableDataset.from_generator(lambda: iter(()))
     with pytest.raises(ValueError, match="the set is empty"):
@@ -108,7 +112,7 @@ def test_a_worker_without_a_shard_ends():
 def test_a_bad_row_of_a_stream_is_named_when_it_is_read():
     rows = PreparedStream(stream_of([{"input_ids": [1, 2]}, {"input_ids": [7, -3]}]), None, max_length=50)
     assert next(iter(rows))["input_ids"] == [1, 2]
-    with pytest.raises(ValueError, match=r"Row 1 \(sample_id 1\) of the train set contains token -3"):
+    with pytest.raises(ValueError, match=r"Row 1 \(sample_id 1\) of the train set: The row contains token -3"):
         list(rows)
 
 

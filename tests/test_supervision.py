@@ -7,7 +7,7 @@ from datetime import date, datetime
 import pytest
 from chat_templates import FAMILIES, end_ids, family_tokenizer, metaspace_tokenizer
 
-from dflash_hf.data.chat_template import TemplateError
+from dflash_hf.data.chat_template import ChatTemplateError
 from dflash_hf.data.labels import read_row, split_turns, tokenize_row
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -544,10 +544,10 @@ def test_the_mask_is_the_one_made_by_hand(name):
     family, row, segments = CASES[name]
     tokenizer = family_tokenizer(family)
     read = read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, family))
-    assert tokenizer.decode(read.ids) == "".join(text for text, _ in segments)
-    assert (read.ids, read.mask) == expected_of(tokenizer, segments)
+    assert tokenizer.decode(read.input_ids) == "".join(text for text, _ in segments)
+    assert (read.input_ids, read.supervised_mask) == expected_of(tokenizer, segments)
     num_answers = sum(message["role"] == "assistant" for message in row["messages"])
-    assert len(read.lost_answers) + sum(is_written for _, is_written in segments) == num_answers
+    assert len(read.unsupervised_turns) + sum(is_written for _, is_written in segments) == num_answers
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -599,9 +599,12 @@ def test_an_earlier_answer_that_the_tokenizer_joins_with_its_prompt_since_carrie
     tokenizer = family_tokenizer("phi-3", merges=(("Ċ", "Ċ"),))
     row = chat(HI, {"role": "assistant", "content": "\nIt is 4."}, MORE, NO)
     read = read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, "phi-3"))
-    assert read.lost_answers == (1,)
-    assert tokenizer.decode([token for token, keep in zip(read.ids, read.mask, strict=True) if keep]) == "No.<|end|>"
-    assert read.ids[: read.mask.index(True)] == generation_ids(tokenizer, row)
+    assert read.unsupervised_turns == (1,)
+    assert (
+        tokenizer.decode([token for token, keep in zip(read.input_ids, read.supervised_mask, strict=True) if keep])
+        == "No.<|end|>"
+    )
+    assert read.input_ids[: read.supervised_mask.index(True)] == generation_ids(tokenizer, row)
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
@@ -629,29 +632,31 @@ def test_an_empty_thinking_block_of_the_template_is_context():
     tokenizer = family_tokenizer("qwen3")
     read = read_row(chat(HI, FOUR), tokenizer, eos_token_ids=end_ids(tokenizer, "qwen3"))
     expected = [(QWEN_HI + BLOCK, False), ("It is 4.<|im_end|>", True), ("\n", False)]
-    assert (read.ids, read.mask) == expected_of(tokenizer, expected)
+    assert (read.input_ids, read.supervised_mask) == expected_of(tokenizer, expected)
     glm = family_tokenizer("glm-4.5")
     read = read_row(chat(HI, FOUR), glm, eos_token_ids=end_ids(glm, "glm-4.5"))
-    assert (read.ids, read.mask) == expected_of(glm, [(GLM_HI + "\n<think></think>\n", False), ("It is 4.", True)])
+    assert (read.input_ids, read.supervised_mask) == expected_of(
+        glm, [(GLM_HI + "\n<think></think>\n", False), ("It is 4.", True)]
+    )
     read = read_row(chat(HI, CALL), tokenizer, eos_token_ids=end_ids(tokenizer, "qwen3"))
     expected = [(QWEN_HI + BLOCK, False), (QWEN_CALL, True), ("\n", False)]
-    assert (read.ids, read.mask) == expected_of(tokenizer, expected)
+    assert (read.input_ids, read.supervised_mask) == expected_of(tokenizer, expected)
 
 
 @pytest.mark.parametrize(
     ("family", "row", "words"),
     [
-        ("deepseek-r1", chat(HI, FOUR), "begins to think, and the answer has no thought"),
-        ("deepseek-r1", chat(HI, APART), "the template leaves the thought out of the answer"),
+        ("deepseek-r1", chat(HI, FOUR), "opens a thinking block, and the assistant message has no thinking"),
+        ("deepseek-r1", chat(HI, APART), "the template omits the thinking of the assistant message"),
         ("gemma", chat(HI, FOUR, NO), "refuses the conversation: roles must alternate"),
         ("llama-3.1", chat(HI, {**CALL, "tool_calls": [ADD, ADD]}), "refuses the conversation: one call a turn"),
-        ("smollm2", chat(HI, CALL), "leaves out the answer's call of 'add'"),
+        ("smollm2", chat(HI, CALL), "does not render tool calls, and the assistant message calls 'add'"),
         ("qwen3", chat(HI, THOUGHT, **NOT_THINKING), "does not begin with the prompt"),
     ],
 )
 def test_rows_that_the_template_cannot_show_are_refused_with_the_reason(family, row, words):
     tokenizer = family_tokenizer(family)
-    with pytest.raises(TemplateError, match=words):
+    with pytest.raises(ChatTemplateError, match=words):
         read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, family))
 
 
@@ -672,14 +677,14 @@ def test_answers_that_a_template_changes_later_get_rows_of_their_own(family, tho
     ends = end_ids(tokenizer, family)
     row = chat(HI, thought, MORE, thought, MORE, thought, finish_reason="length", target="t")
     read = read_row(row, tokenizer, eos_token_ids=ends)
-    assert read.lost_answers == (1, 3)
-    first, second = split_turns(row, read.lost_answers)
+    assert read.unsupervised_turns == (1, 3)
+    first, second = split_turns(row, read.unsupervised_turns)
     assert first["target"] == "t"
     single = read_row(first, tokenizer, eos_token_ids=ends)
     assert single == read_row(chat(HI, thought), tokenizer, eos_token_ids=ends)
-    assert tokenizer.decode(single.ids[: single.mask.index(True)]) == prompt_of_first
-    assert single.ids[single.mask.index(True) + sum(single.mask) - 1] in ends
+    assert tokenizer.decode(single.input_ids[: single.supervised_mask.index(True)]) == prompt_of_first
+    assert single.input_ids[single.supervised_mask.index(True) + sum(single.supervised_mask) - 1] in ends
     assert (
-        read_row(second, tokenizer, eos_token_ids=ends).ids
-        == read_row(chat(HI, thought, MORE, thought), tokenizer, eos_token_ids=ends).ids
+        read_row(second, tokenizer, eos_token_ids=ends).input_ids
+        == read_row(chat(HI, thought, MORE, thought), tokenizer, eos_token_ids=ends).input_ids
     )

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from dflash_hf import DFlashDraftModel, DFlashTrainingArguments
-from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.data.collator import DFlashCollator
 from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.training.optimizer import MuonWithAdamW
 

@@ -11,7 +11,7 @@ from conftest import greedy, make_draft
 from transformers import TrainerCallback
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.data.dataset import DFlashCollator
+from dflash_hf.data.collator import DFlashCollator
 
 WRITTEN: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # rows that a target with these weights wrote before
 

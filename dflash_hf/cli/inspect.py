@@ -1,4 +1,4 @@
-"""`dflash-hf inspect`: what training will see of a data set, to look at."""
+"""The command `dflash-hf inspect`, which shows the rows of a data set as training sees them."""
 
 from __future__ import annotations
 
@@ -15,72 +15,60 @@ from ..training.block_arguments import BlockTrainingArguments
 from .train import DraftAndDataArguments
 
 
-def check_outputs(html: Path | None, png: Path | None) -> None:
-    """
-    Refuse, before any work, a file that cannot be written.
-
-    Args:
-        html, png (`Path`, *optional*): files to write.
-
-    Raises:
-        OSError: the folder does not exist or must not be written to, or the path is a folder.
-        ImportError: a PNG needs matplotlib, and it is not installed.
-    """
-    for option, path in (("--html", html), ("--png", png)):
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{option} {path}: the folder {path.parent} does not exist. Make it first.")
-        if path.is_dir():
-            raise IsADirectoryError(f"{option} {path} is a folder. Give the name of a file.")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(f"{option} {path} must not be written to. Choose another place.")
-    if png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--png needs matplotlib, which is not installed. Run: pip install 'dflash-hf[demo]'")
-
-
 def inspect(
-    data: Annotated[str, typer.Argument(help="As train's --dataset: JSON lines or Parquet file, folder or Hub name.")],
-    target: Annotated[str, typer.Option(help="Hub name or folder of the target; its weights are not read.")],
-    rows: Annotated[int, typer.Option(help="Show so many rows, the first that training does not drop.")] = 3,
-    row: Annotated[list[int] | None, typer.Option(help="Show this row instead, counted from 0; repeatable.")] = None,
+    data: Annotated[
+        str, typer.Argument(help="Rows as for train --dataset: a JSON-lines or Parquet file, a folder or a Hub name.")
+    ],
+    target: Annotated[str, typer.Option(help="Hub name or folder of the target. Its weights are not read.")],
+    rows: Annotated[int, typer.Option(help="Number of rows to show: the first ones that training keeps.")] = 3,
+    row: Annotated[
+        list[int] | None, typer.Option(help="Index of a row to show instead, from 0. The option can be repeated.")
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Slots of a block, the anchor included.")] = (
         DraftAndDataArguments.block_size
     ),
-    anchors: Annotated[int, typer.Option(help="Blocks a row in a step.")] = BlockTrainingArguments.anchors_per_sample,
-    step: Annotated[int, typer.Option(help="Step whose blocks are drawn.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 42,
-    max_length: Annotated[int, typer.Option(help="Longest row in tokens.")] = BlockTrainingArguments.max_length,
-    limit: Annotated[int, typer.Option(help="Rows that numbers and histograms are made of.")] = 2000,
+    anchors: Annotated[
+        int, typer.Option(help="Largest number of blocks of a row in one step.")
+    ] = BlockTrainingArguments.anchors_per_sample,
+    step: Annotated[int, typer.Option(help="Optimizer step whose blocks are shown.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the training run.")] = 42,
+    max_length: Annotated[
+        int, typer.Option(help="Longest row in tokens. Longer rows are truncated.")
+    ] = BlockTrainingArguments.max_length,
+    limit: Annotated[
+        int, typer.Option(help="Largest number of rows from which statistics and histograms are computed.")
+    ] = 2000,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hub data set.")] = None,
-    dataset_split: Annotated[str, typer.Option(help="Split of a Hub data set or folder.")] = "train",
-    html: Annotated[Path | None, typer.Option(help="Also write a page to look at in a browser.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Also write a picture.")] = None,
+    dataset_split: Annotated[str, typer.Option(help="Split of a Hub data set or of a folder.")] = "train",
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write a PNG figure to this file.")] = None,
 ) -> None:
-    """Show what training will see: supervised tokens, anchors and blocks of a step, lengths, rows that are dropped."""
-    from ..data.inspect_rows import StepPlan, TrainingRows
-    from ..data.inspect_views import draw_rows, print_row, print_statistics, render_page
+    """Show rows as training sees them: supervised tokens, anchors, the blocks of a step, lengths and dropped rows."""
+    from ..data.inspection.figure import draw_rows
+    from ..data.inspection.page import render_page
+    from ..data.inspection.rows import StepPlan, TrainingRows
+    from ..data.inspection.statistics import RowStatistics
+    from ..data.inspection.terminal import print_row, print_statistics
     from ..data.loading import load_rows
-    from ..data.row_statistics import RowStatistics
     from ..target.loading import read_target
 
     if rows < 0:
-        raise ValueError(f"--rows {rows} must be at least 0.")
+        raise ValueError(f"--rows {rows} must be at least 0. Pass the number of rows to show.")
     plan = StepPlan(block_size, anchors, step, seed)
-    check_outputs(html, png)
-    of_target = read_target(target)
+    _check_outputs(html, png)
+    target_text = read_target(target)
     training_rows = TrainingRows(
         load_rows(data, dataset_config, dataset_split),
-        of_target.tokenizer,
+        target_text.tokenizer,
         max_length=max_length,
-        eos_token_ids=of_target.eos_token_ids,
-        num_embeddings=of_target.num_embeddings,
+        eos_token_ids=target_text.eos_token_ids,
+        num_embeddings=target_text.num_embeddings,
     )
     shown = [training_rows.inspect(index, plan) for index in row or training_rows.first(rows)]
 
     sample = training_rows.sample(limit)
     statistics = RowStatistics()
-    progress = track(sample, description="reading rows", console=Console(stderr=True), transient=True)
+    progress = track(sample, description="Reading rows", console=Console(stderr=True), transient=True)
     statistics.add((training_rows[index] for index in progress), plan)
 
     console, num_rows = Console(), len(training_rows)
@@ -90,7 +78,33 @@ def inspect(
     title = f"{Path(data).name} for {Path(target).name}, blocks of {block_size}"
     if html is not None:
         html.write_text(render_page(title, statistics, shown, plan, num_rows), encoding="utf-8")
-        console.print(f"Page written to {html}.", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"The page is in {html}.", soft_wrap=True, markup=False, highlight=False)
     if png is not None:
         draw_rows(title, statistics, shown, plan, num_rows, png)
-        console.print(f"Picture written to {png}.", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"The figure is in {png}.", soft_wrap=True, markup=False, highlight=False)
+
+
+def _check_outputs(html: Path | None, png: Path | None) -> None:
+    """
+    Refuse an output file that cannot be written, before any row is read.
+
+    Args:
+        html, png (`Path`, *optional*): The files to write.
+
+    Raises:
+        OSError: The folder does not exist or is not writable, or the path is a folder.
+        ImportError: A PNG file is requested, and matplotlib is not installed.
+    """
+    for option, path in (("--html", html), ("--png", png)):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"{option} {path}: the folder {path.parent} does not exist. Create it, or choose another folder."
+            )
+        if path.is_dir():
+            raise IsADirectoryError(f"{option} {path} is a folder, and a file is needed. Pass the name of a file.")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(f"{option} {path} is not writable. Choose another file.")
+    if png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--png needs matplotlib, which is not installed. Run: pip install 'dflash-hf[demo]'")

@@ -1,4 +1,4 @@
-"""Values of options that are more than a word, and what else commands share."""
+"""Parsing of option values that are more than one word, and constants that several commands share."""
 
 from __future__ import annotations
 
@@ -6,49 +6,53 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
+INTERRUPTED = 130  # the exit code that shells use for a command stopped by Ctrl-C
 Value = TypeVar("Value")
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
     """
-    Read the value of an option that takes a JSON object.
+    Parse the value of an option that takes a JSON object.
 
     Args:
-        option (`str`): its name, for messages.
-        text (`str`): its value.
+        option (`str`): The name of the option, for messages.
+        text (`str`): The value of the option.
 
     Returns:
         `dict`
 
     Raises:
-        ValueError: it is no JSON, or no object.
+        ValueError: The value is not valid JSON, or not an object.
     """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f'{option} {text!r} is no JSON ({error.msg}). Write for example {{"enable_thinking": false}}.'
+            f"{option} {text!r} is not valid JSON ({error.msg}). Write a JSON object, for example "
+            '{"enable_thinking": false}.'
         ) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{option} {text!r} must be a JSON object of names and values.")
+        raise ValueError(
+            f"{option} {text!r} must be a JSON object of names and values. Write for example "
+            '{"enable_thinking": false}.'
+        )
     return value
 
 
 def values_between_commas(option: str, text: str, convert: Callable[[str], Value]) -> tuple[Value, ...]:
     """
-    Read the value of an option that takes several, separated by commas.
+    Parse the value of an option that takes several values separated by commas.
 
     Args:
-        option (`str`): its name, for messages.
-        text (`str`): its value.
-        convert (`Callable`): makes a value of a word, or raises `ValueError`.
+        option (`str`): The name of the option, for messages.
+        text (`str`): The value of the option.
+        convert (`Callable`): Converts one word to a value, or raises a `ValueError`.
 
     Returns:
-        `tuple`: each value once.
+        `tuple`: The distinct values in the order in which they were given.
 
     Raises:
-        ValueError: a word is no value.
+        ValueError: A word is not a valid value.
     """
     values: dict[Value, None] = {}
     for word in text.split(","):
@@ -56,6 +60,6 @@ def values_between_commas(option: str, text: str, convert: Callable[[str], Value
             values[convert(word.strip())] = None
         except ValueError as error:
             raise ValueError(
-                f"{option} {text!r}: {word.strip()!r} is no value for it. Separate values by commas."
+                f"{option} {text!r}: {word.strip()!r} is not a valid value. Separate valid values by commas."
             ) from error
     return tuple(values)

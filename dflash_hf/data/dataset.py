@@ -1,4 +1,4 @@
-"""Prepared rows: tokenised, checked, counted, packed or streamed; and the collator that batches them."""
+"""Data sets and streams of prepared rows: tokenised, labelled, checked and, on request, packed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,15 +18,131 @@ from transformers.utils import logging
 from ..blocks.plan import MAX_SAMPLE_ID
 from ..files import digest_number
 from .labels import tokenize_row
-from .packing import PACKING_WINDOW, pack_rows, pack_stream
+from .packing import pack_dataset, pack_stream
 
 logger = logging.get_logger(__name__)
 
 PREPARED_COLUMNS = ("input_ids", "supervised_mask", "sample_id", "segment_ids")
-NO_DOCUMENT = -1  # segment id of padding
 
-TOO_LONG = "longer than max_length, with nothing supervised left"
-UNSUPERVISED = "nothing supervised"
+# Reasons to drop a row. They complete the sentence "3 rows were …".
+UNSUPERVISED = "without supervised tokens"
+TOO_LONG = "without supervised tokens within max_length"
+
+_FEATURES = datasets.Features(
+    {
+        "input_ids": datasets.Sequence(datasets.Value("int64")),
+        "supervised_mask": datasets.Sequence(datasets.Value("bool")),
+        "sample_id": datasets.Value("int64"),
+        "drop_reason": datasets.Value("string"),
+        "is_truncated": datasets.Value("bool"),
+    }
+)
+
+
+def prepare_rows(
+    dataset: Any, *, max_length: int, is_packed: bool = False, is_repeated: bool = True, **kwargs: Any
+) -> datasets.Dataset | PreparedStream:
+    """
+    Prepare the data set of a trainer. Rows that are already prepared are not changed.
+
+    Args:
+        dataset (`datasets.Dataset`, `datasets.IterableDataset` or a sequence of rows):
+            Rows in any form that [`prepare_row`] accepts, or prepared rows.
+        max_length (`int`):
+            The largest number of tokens of a row, and of a packed row.
+        is_packed (`bool`, defaults to `False`):
+            Whether to pack the rows.
+        is_repeated (`bool`, defaults to `True`):
+            Whether a stream starts again at its end, without limit. It has no effect on a data set.
+        **kwargs:
+            The further arguments of [`prepare_dataset`].
+
+    Returns:
+        `datasets.Dataset`, or [`PreparedStream`] for a stream.
+
+    Raises:
+        ValueError: See [`prepare_dataset`] and [`pack_dataset`].
+        TypeError: The data set has another type.
+    """
+    if isinstance(dataset, PreparedStream):
+        return dataset.with_repetition(is_repeated)
+    if isinstance(dataset, datasets.IterableDataset):
+        return PreparedStream(dataset, max_length=max_length, is_packed=is_packed, is_repeated=is_repeated, **kwargs)
+    messages = {name: kwargs[name] for name in ("description", "is_quiet") if name in kwargs}
+    if isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
+        raise TypeError(
+            f"The {messages.get('description', 'train')} set is a {type(dataset).__name__}: it must be one "
+            "datasets.Dataset or datasets.IterableDataset, or a sequence of rows. Choose a split of a DatasetDict, "
+            "or make a stream with datasets.IterableDataset.from_generator."
+        )
+    if "supervised_mask" not in (getattr(dataset, "column_names", None) or ()):
+        dataset = prepare_dataset(dataset, max_length=max_length, **kwargs)
+    if is_packed and "segment_ids" not in dataset.column_names:
+        dataset = pack_dataset(dataset, max_length, **messages)
+    return dataset
+
+
+def prepare_dataset(
+    dataset: datasets.Dataset | Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    max_length: int,
+    description: str = "train",
+    is_quiet: bool = False,
+    **kwargs: Any,
+) -> datasets.Dataset:
+    """
+    Tokenise a data set and drop the rows that give no block to train on, with a count of each reason.
+
+    Args:
+        dataset (`datasets.Dataset` or a sequence of rows):
+            Rows in any form that [`prepare_row`] accepts.
+        tokenizer, max_length, description:
+            The arguments of [`prepare_row`].
+        is_quiet (`bool`, defaults to `False`):
+            Whether to log no warnings, as every process but the first should.
+        **kwargs:
+            The further arguments of [`prepare_row`].
+
+    Returns:
+        `datasets.Dataset` with `input_ids`, `supervised_mask` and `sample_id`.
+
+    Raises:
+        ValueError: No row is left, or a row breaks a rule of [`prepare_row`].
+    """
+    if not isinstance(dataset, datasets.Dataset):
+        rows = list(dataset)
+        names = dict.fromkeys(name for row in rows for name in row)
+        # datasets 5.2: `from_list` reads the columns of the first row only
+        dataset = datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+    counts = _RowCounts(description, max_length)
+    if not len(dataset):
+        raise counts.no_usable_row()
+    dataset = dataset.with_format(None)
+    converted = dataset.map(
+        partial(prepare_row, tokenizer=tokenizer, max_length=max_length, description=description, **kwargs),
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        features=_FEATURES,
+        desc=f"Tokenising {description}",
+    )
+    # The rows are counted from the columns, so that a result from the cache of `map` is counted too
+    for drop_reason, is_truncated in zip(converted["drop_reason"], converted["is_truncated"], strict=True):
+        counts.add(drop_reason, is_truncated)
+    if counts.num_affected and not is_quiet:
+        logger.warning(str(counts))
+    if not counts.num_kept:
+        raise counts.no_usable_row()
+    if counts.dropped:
+        converted = converted.filter(lambda reason: not reason, input_columns="drop_reason", desc="Dropping rows")
+    num_repeated = len(converted) - len(set(converted["sample_id"]))
+    if num_repeated and not is_quiet:
+        logger.warning(
+            f"The {description} set: {num_repeated} of {len(converted)} rows repeat the sample_id of another row. "
+            "Rows with equal ids and masks train on the same anchors in a step. Give each row an id of its own, or "
+            "remove the column."
+        )
+    return converted.remove_columns(["drop_reason", "is_truncated"])
 
 
 def prepare_row(
@@ -43,239 +158,111 @@ def prepare_row(
     description: str = "train",
 ) -> dict[str, Any]:
     """
-    Tokenise one row and check all that would fail later, far from its cause.
+    Tokenise one row and check everything that would otherwise fail in the middle of training.
 
     Args:
         row (`Mapping`):
-            As in [`tokenize_row`], with an optional integer `sample_id`.
+            A row in any form that [`tokenize_row`] accepts, with an optional integer `sample_id`.
         index (`int`):
-            Number of the row, which is its id if it has none.
-        tokenizer, max_length, eos_token_ids, chat_template_kwargs:
-            As in [`tokenize_row`].
+            The index of the row, which serves as its id if it has none.
+        tokenizer, eos_token_ids, chat_template_kwargs:
+            The arguments of [`tokenize_row`].
+        max_length (`int`):
+            The number of tokens after which the row is truncated.
         forbidden_token_id (`int`, *optional*):
-            The draft's mask token: an error if the row contains it, since it could not be told from "not yet known".
+            The draft's mask token. A row that contains it is an error, since the draft reads that token as a slot
+            that is still to be predicted.
         num_embeddings (`int`, *optional*):
-            Rows of the target's embedding: an error if a token lies outside.
+            The number of rows of the target's embedding. A token outside them is an error.
         description (`str`, defaults to `"train"`):
-            Names the set in messages.
+            The name of the set in messages.
 
     Returns:
-        `dict`: `input_ids`, `supervised_mask`, `sample_id`, `drop_reason` (empty if a block can be trained on the row)
-        and `is_cut` (it was longer than `max_length`).
+        `dict`: `input_ids`, `supervised_mask`, `sample_id`, `drop_reason` (empty if a block can be trained on the
+        row) and `is_truncated` (whether the row was longer than `max_length`).
 
     Raises:
-        ValueError: the row breaks a rule; the message names row, id and rule.
+        ValueError: The row breaks a rule. The message names the row, its id and the rule.
     """
-    sample_id = row.get("sample_id")
-    sample_id = index if sample_id is None else sample_id
+    sample_id = index if row.get("sample_id") is None else row["sample_id"]
     name = f"Row {index} (sample_id {sample_id!r}) of the {description} set"
-    if type(sample_id) is not int or not 0 <= sample_id <= MAX_SAMPLE_ID:
-        raise ValueError(
-            f"{name}: a sample_id must be an integer in 0 … {MAX_SAMPLE_ID}. Rename or remove the column; the row "
-            "number is used then."
-        )
     try:
+        check_sample_id(sample_id)
         full_ids, full_mask = tokenize_row(
-            row,
-            tokenizer,
-            max_length=2**62,
-            eos_token_ids=eos_token_ids,
-            chat_template_kwargs=chat_template_kwargs,
+            row, tokenizer, max_length=None, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs
         )
+        check_token_ids(full_ids, num_embeddings)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if full_ids and (min(full_ids) < 0 or (num_embeddings is not None and max(full_ids) >= num_embeddings)):
-        wrong = min(full_ids) if min(full_ids) < 0 else max(full_ids)
-        rule = "token ids are not negative" if wrong < 0 else f"the target has {num_embeddings} embedding rows"
-        raise ValueError(f"{name} contains token {wrong}, and {rule}. Tokenise with the target's own tokenizer.")
     ids, mask = full_ids[:max_length], full_mask[:max_length]
     reason = ""
     if not any(mask[1:]):
         reason = TOO_LONG if any(full_mask[1:]) else UNSUPERVISED
     if not reason and forbidden_token_id in ids:
         raise ValueError(
-            f"{name} contains the mask token {forbidden_token_id}. Choose another mask_token_id when making the "
-            "draft, one that never occurs in text."
+            f"{name} contains the mask token {forbidden_token_id}, which must not occur in text. Choose another "
+            "mask_token_id when you create the draft."
         )
     return {
         "input_ids": ids,
         "supervised_mask": mask,
         "sample_id": sample_id,
         "drop_reason": reason,
-        "is_cut": len(full_ids) > max_length,
+        "is_truncated": len(full_ids) > max_length,
     }
 
 
-_PREPARED_FEATURES = datasets.Features(
-    {
-        "input_ids": datasets.Sequence(datasets.Value("int64")),
-        "supervised_mask": datasets.Sequence(datasets.Value("bool")),
-        "sample_id": datasets.Value("int64"),
-        "drop_reason": datasets.Value("string"),
-        "is_cut": datasets.Value("bool"),
-    }
-)
-
-
-class _RowCounts:
-    """What became of the rows of a set, in one line."""
-
-    def __init__(self, description: str, max_length: int) -> None:
-        self.description, self.max_length = description, max_length
-        self.num_rows = self.num_cut = 0
-        self.dropped: Counter[str] = Counter()
-
-    def add(self, drop_reason: str, is_cut: bool) -> None:
-        self.num_rows += 1
-        if drop_reason:
-            self.dropped[drop_reason] += 1
-        elif is_cut:
-            self.num_cut += 1
-
-    @property
-    def num_troubled(self) -> int:
-        return self.dropped.total() + self.num_cut
-
-    @property
-    def num_kept(self) -> int:
-        return self.num_rows - self.dropped.total()
-
-    def __str__(self) -> str:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-        return (
-            f"The {self.description} set: {self.dropped.total()} of {self.num_rows} rows dropped"
-            f"{f' ({reasons})' if reasons else ''}, {self.num_cut} of the others cut at max_length={self.max_length}."
-        )
-
-    def no_usable_row(self) -> ValueError:
-        reasons = ", ".join(f"{count} were {reason}" for reason, count in self.dropped.items())
-        return ValueError(
-            f"The {self.description} set has no usable row: {self.num_rows} rows came in, "
-            f"{reasons or 'the set is empty'}. Give it rows with answers, or raise max_length."
+def check_sample_id(sample_id: Any) -> None:
+    """Raise a `ValueError` if a sample id is not an integer in the range of [`build_dflash_batch_plan`]."""
+    if type(sample_id) is not int or not 0 <= sample_id <= MAX_SAMPLE_ID:
+        raise ValueError(
+            f"The sample_id is {sample_id!r}, and it must be an integer in 0 … {MAX_SAMPLE_ID}. Rename or "
+            "remove the column; ids are then assigned automatically."
         )
 
 
-def prepare_dataset(
-    dataset: datasets.Dataset | Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    max_length: int,
-    description: str = "train",
-    is_quiet: bool = False,
-    **kwargs: Any,
-) -> datasets.Dataset:
-    """
-    Tokenise a data set and drop the rows that no block can be trained on, with a count of each reason.
-
-    Args:
-        dataset (`datasets.Dataset` or a sequence of rows):
-            Rows as [`prepare_row`] takes them.
-        tokenizer, max_length, description:
-            As in [`prepare_row`].
-        is_quiet (`bool`, defaults to `False`):
-            No warnings: for every process but the first.
-        **kwargs:
-            The further arguments of [`prepare_row`].
-
-    Returns:
-        `datasets.Dataset` with `input_ids`, `supervised_mask` and `sample_id`.
-
-    Raises:
-        ValueError: no row is left, or a row breaks a rule of [`prepare_row`].
-    """
-    if not isinstance(dataset, datasets.Dataset):
-        rows = list(dataset)
-        columns = dict.fromkeys(name for row in rows for name in row)  # `from_list` takes those of the first row
-        dataset = datasets.Dataset.from_list([{name: row.get(name) for name in columns} for row in rows])
-    counts = _RowCounts(description, max_length)
-    if not len(dataset):
-        raise counts.no_usable_row()
-    dataset = dataset.with_format(None)
-    converted = dataset.map(
-        partial(prepare_row, tokenizer=tokenizer, max_length=max_length, description=description, **kwargs),
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        features=_PREPARED_FEATURES,
-        desc=f"Tokenising {description}",
-    )
-    # Counted from the columns: a result that comes out of the cache is counted too
-    for drop_reason, is_cut in zip(converted["drop_reason"], converted["is_cut"], strict=True):
-        counts.add(drop_reason, is_cut)
-    if counts.num_troubled and not is_quiet:
-        logger.warning(str(counts))
-    if not counts.num_kept:
-        raise counts.no_usable_row()
-    if counts.dropped:
-        converted = converted.filter(lambda reason: not reason, input_columns="drop_reason", desc="Dropping rows")
-    num_repeated = len(converted) - len(set(converted["sample_id"]))
-    if num_repeated and not is_quiet:
-        logger.warning(
-            f"The {description} set: {num_repeated} of {len(converted)} rows repeat the sample_id of another row. "
-            "Rows with equal ids and masks train on the same anchors in a step: give each row an id of its own, or "
-            "remove the column."
+def check_token_ids(input_ids: Sequence[int], num_embeddings: int | None) -> None:
+    """Raise a `ValueError` if a token has no row in the target's embedding of `num_embeddings` rows."""
+    if not input_ids:
+        return
+    low, high = min(input_ids), max(input_ids)
+    if low < 0 or (num_embeddings is not None and high >= num_embeddings):
+        rule = "are not negative" if num_embeddings is None else f"of the target are 0 … {num_embeddings - 1}"
+        raise ValueError(
+            f"The row contains token {low if low < 0 else high}, and the token ids {rule}. Tokenise the row with the "
+            "target's own tokenizer."
         )
-    return converted.remove_columns(["drop_reason", "is_cut"])
 
 
-def pack_dataset(
-    dataset: datasets.Dataset, max_length: int, description: str = "train", is_quiet: bool = False
-) -> datasets.Dataset:
-    """
-    Pack prepared rows into rows of several whole documents.
-
-    Args:
-        dataset (`datasets.Dataset`): prepared rows.
-        max_length (`int`): most tokens of a packed row.
-        description (`str`, defaults to `"train"`): names the set in messages.
-        is_quiet (`bool`, defaults to `False`): no message: for every process but the first.
-
-    Returns:
-        `datasets.Dataset` with `input_ids`, `supervised_mask`, `sample_id` and `segment_ids`.
-
-    Raises:
-        ValueError: a row is longer than `max_length`.
-    """
-    packed = dataset.map(
-        pack_rows,
-        batched=True,
-        batch_size=PACKING_WINDOW,
-        fn_kwargs={"max_length": max_length},
-        remove_columns=dataset.column_names,
-        desc=f"Packing {description}",
-    )
-    if not is_quiet:
-        num_tokens = sum(len(ids) for ids in packed["input_ids"])
-        logger.warning_advice(
-            f"The {description} set: {len(dataset):,} rows packed into {len(packed):,} of at most {max_length:,} "
-            f"tokens, {num_tokens / len(packed) / max_length:.0%} full; anchors_per_sample counts for each packed row."
-        )
-    return packed
+def content_id(input_ids: Sequence[int], supervised_mask: Sequence[bool]) -> int:
+    """Return a sample id that depends on the tokens and the mask of a row alone."""
+    return digest_number(f"{input_ids} {supervised_mask}", size=8) & MAX_SAMPLE_ID
 
 
 class PreparedStream(torch.utils.data.IterableDataset):
     """
-    Rows of a stream, tokenised and checked as they are read.
+    A stream of rows that are tokenised and checked as they are read.
 
-    A row without a `sample_id` gets a number made of its tokens and mask: the same in any order, shard, worker and
-    process, and after a resume. The order is that of the source; a training stream starts again when it ends, and the
-    source is told the number of the pass (`set_epoch`), so that a shuffled one is shuffled anew.
+    A row without a `sample_id` gets an id computed from its tokens and its mask. The id is the same in any order,
+    shard, worker and process, and after a resume. Rows keep the order of the source. A training stream starts again
+    when it ends, and it passes the number of the epoch to the source (`set_epoch`), which reshuffles a shuffled one.
 
     Args:
         source (`datasets.IterableDataset`):
-            Rows as [`prepare_row`] takes them. In several loader workers each reads its own shards.
+            Rows in any form that [`prepare_row`] accepts. With several loader workers, each reads its own shards.
         tokenizer, max_length, description:
-            As in [`prepare_row`].
+            The arguments of [`prepare_row`].
         is_packed (`bool`, defaults to `False`):
-            Yield packed rows, made of `PACKING_WINDOW` documents at a time.
+            Whether to yield packed rows, which are made from `PACKING_WINDOW` documents at a time.
         is_repeated (`bool`, defaults to `True`):
-            Start again at the end, without limit.
+            Whether to start again at the end, without limit.
         is_quiet (`bool`, defaults to `False`):
-            No warnings: for every process but the first.
+            Whether to log no warnings, as every process but the first should.
         **kwargs:
             The further arguments of [`prepare_row`].
 
     Raises (when iterated):
-        ValueError: a row breaks a rule of [`prepare_row`], or a whole pass had no usable row.
+        ValueError: A row breaks a rule of [`prepare_row`], or a whole epoch had no usable row.
     """
 
     def __init__(
@@ -298,130 +285,83 @@ class PreparedStream(torch.utils.data.IterableDataset):
         )
 
     def with_repetition(self, is_repeated: bool) -> PreparedStream:
-        """The same rows, once or without limit."""
+        """Return a stream of the same rows that ends after one epoch, or that repeats without limit."""
         stream = copy(self)
         stream.is_repeated = is_repeated
         return stream
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        # A new object with a pass counter of its own: that of the source is shared by all workers.
+        # datasets 5.2: `with_format` returns a new object with an epoch counter of its own, while that of the source
+        # is shared by all loader workers
         source = self.source.with_format(None)
-        for number in itertools.count() if self.is_repeated else (0,):
-            source.set_epoch(number)
+        for epoch in itertools.count() if self.is_repeated else (0,):
+            source.set_epoch(epoch)
             counts = _RowCounts(self.description, self.max_length)
-            is_reported = number == 0 and not self.is_quiet  # later passes read the same rows
-            rows = self._pass(source, counts, is_reported)
+            is_logged = epoch == 0 and not self.is_quiet  # later epochs read the same rows
+            rows = self._read_epoch(source, counts, is_logged)
             yield from pack_stream(rows, self.max_length) if self.is_packed else rows
-            if is_reported and counts.num_troubled:
+            if is_logged and counts.num_affected:
                 logger.warning(f"{counts} The stream has been read once.")
             if not counts.num_kept:
                 if not counts.num_rows and get_worker_info() is not None:
-                    return  # more workers than shards
+                    return  # there are more workers than shards
                 raise counts.no_usable_row()
 
-    def _pass(
-        self, source: datasets.IterableDataset, counts: _RowCounts, is_reported: bool
+    def _read_epoch(
+        self, source: datasets.IterableDataset, counts: _RowCounts, is_logged: bool
     ) -> Iterator[dict[str, Any]]:
+        """Yield the usable rows of the source and count all rows."""
         for index, row in enumerate(source):
             prepared = self._prepare(row, index)
-            drop_reason, is_cut = prepared.pop("drop_reason"), prepared.pop("is_cut")
-            counts.add(drop_reason, is_cut)
-            if (drop_reason or is_cut) and is_reported and str(counts.num_troubled).rstrip("0") == "1":
-                logger.warning(str(counts))  # the 1st, 10th, 100th …: a long stream is heard of early, and not often
+            drop_reason, is_truncated = prepared.pop("drop_reason"), prepared.pop("is_truncated")
+            counts.add(drop_reason, is_truncated)
+            is_power_of_ten = str(counts.num_affected).rstrip("0") == "1"
+            if (drop_reason or is_truncated) and is_logged and is_power_of_ten:
+                logger.warning(str(counts))  # at the 1st, 10th, 100th … row: early in a long stream, and seldom later
             if not drop_reason:
                 if row.get("sample_id") is None:
                     prepared["sample_id"] = content_id(prepared["input_ids"], prepared["supervised_mask"])
                 yield prepared
 
 
-def prepare_rows(
-    dataset: Any, *, max_length: int, is_packed: bool = False, is_repeated: bool = True, **kwargs: Any
-) -> datasets.Dataset | PreparedStream:
-    """
-    Prepare whatever a trainer is given; what is prepared already is left alone.
+class _RowCounts:
+    """Counts of the dropped, truncated and kept rows of a set."""
 
-    Args:
-        dataset (`datasets.Dataset`, `datasets.IterableDataset` or a sequence of rows):
-            Rows as [`prepare_row`] takes them, or prepared ones.
-        max_length (`int`):
-            In tokens, of a row and of a packed row.
-        is_packed (`bool`, defaults to `False`):
-            Pack the rows.
-        is_repeated (`bool`, defaults to `True`):
-            Start a stream again at its end, without limit; a set is not changed by this.
-        **kwargs:
-            The further arguments of [`prepare_dataset`].
+    def __init__(self, description: str, max_length: int) -> None:
+        self.description, self.max_length = description, max_length
+        self.num_rows = self.num_truncated = 0
+        self.dropped: Counter[str] = Counter()
 
-    Returns:
-        `datasets.Dataset`, or [`PreparedStream`] of a stream.
+    def add(self, drop_reason: str, is_truncated: bool) -> None:
+        """Count one row."""
+        self.num_rows += 1
+        if drop_reason:
+            self.dropped[drop_reason] += 1
+        elif is_truncated:
+            self.num_truncated += 1
 
-    Raises:
-        ValueError: as in [`prepare_dataset`] and [`pack_dataset`].
-        TypeError: the data set is of another kind.
-    """
-    if isinstance(dataset, PreparedStream):
-        return dataset.with_repetition(is_repeated)
-    if isinstance(dataset, datasets.IterableDataset):
-        return PreparedStream(dataset, max_length=max_length, is_packed=is_packed, is_repeated=is_repeated, **kwargs)
-    said = {name: kwargs[name] for name in ("description", "is_quiet") if name in kwargs}
-    if isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
-        raise TypeError(
-            f"The {said.get('description', 'train')} set is a {type(dataset).__name__}: it must be one "
-            "datasets.Dataset or datasets.IterableDataset, or a sequence of rows. Choose a split of a DatasetDict; "
-            "make a stream with datasets.IterableDataset.from_generator."
+    @property
+    def num_affected(self) -> int:
+        """`int`: rows that were dropped or truncated."""
+        return self.dropped.total() + self.num_truncated
+
+    @property
+    def num_kept(self) -> int:
+        """`int`: rows that were not dropped."""
+        return self.num_rows - self.dropped.total()
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+        return (
+            f"The {self.description} set: {self.dropped.total()} of {self.num_rows} rows were dropped"
+            f"{f' ({reasons})' if reasons else ''}, and {self.num_truncated} of the others were truncated at "
+            f"max_length={self.max_length}."
         )
-    if "supervised_mask" not in (getattr(dataset, "column_names", None) or ()):
-        dataset = prepare_dataset(dataset, max_length=max_length, **kwargs)
-    if is_packed and "segment_ids" not in dataset.column_names:
-        dataset = pack_dataset(dataset, max_length, **said)
-    return dataset
 
-
-def content_id(input_ids: Sequence[int], supervised_mask: Sequence[bool]) -> int:
-    """A sample id that depends on the row alone, wherever and whenever it is read."""
-    text = f"{input_ids} {supervised_mask}"
-    return digest_number(text, size=8) & MAX_SAMPLE_ID
-
-
-@dataclass
-class DFlashCollator:
-    """
-    Pad prepared rows into a batch.
-
-    Args:
-        pad_token_id (`int`, defaults to 0): fills `input_ids`; never seen by the draft.
-        padding_side (`str`, defaults to `"right"`): training gives the same result with `"left"`.
-        pad_to_multiple_of (`int`, defaults to 1): batches get one of few lengths, for kernels compiled by shape.
-
-    Returns (when called):
-        `dict`: `input_ids` (int64), `token_valid_mask` and `supervised_mask` (bool), each `[R, S]`, and `sample_ids`
-        (int64 `[R]`). Packed rows also give `segment_ids` (int64 `[R, S]`), -1 at padding: it is of no document.
-    """
-
-    pad_token_id: int = 0
-    padding_side: str = "right"
-    pad_to_multiple_of: int = 1
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        length = max(len(row["input_ids"]) for row in rows)
-        length = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        input_ids = torch.full((len(rows), length), self.pad_token_id)
-        token_valid_mask = torch.zeros(len(rows), length, dtype=torch.bool)
-        supervised_mask = torch.zeros(len(rows), length, dtype=torch.bool)
-        segment_ids = torch.full((len(rows), length), NO_DOCUMENT)
-        for index, row in enumerate(rows):
-            count = len(row["input_ids"])
-            columns = slice(0, count) if self.padding_side == "right" else slice(length - count, length)
-            input_ids[index, columns] = torch.as_tensor(row["input_ids"])
-            token_valid_mask[index, columns] = True
-            supervised_mask[index, columns] = torch.as_tensor(row["supervised_mask"], dtype=torch.bool)
-            if "segment_ids" in row:
-                segment_ids[index, columns] = torch.as_tensor(row["segment_ids"])
-        sample_ids = torch.tensor([int(row["sample_id"]) for row in rows])
-        batch = {
-            "input_ids": input_ids,
-            "token_valid_mask": token_valid_mask,
-            "supervised_mask": supervised_mask,
-            "sample_ids": sample_ids,
-        }
-        return {**batch, "segment_ids": segment_ids} if "segment_ids" in rows[0] else batch
+    def no_usable_row(self) -> ValueError:
+        """Return the error for a set of which every row was dropped."""
+        reasons = ", ".join(f"{count} were {reason}" for reason, count in self.dropped.items())
+        return ValueError(
+            f"The {self.description} set has no usable row: {self.num_rows} rows were read, and "
+            f"{reasons or 'the set is empty'}. Pass rows with completions, or raise max_length."
+        )

@@ -1,4 +1,4 @@
-"""A row of text or messages → token ids, and which of them the target itself would have written."""
+"""Tokenisation of rows, and the mask of the tokens that carry loss: those that the target itself would write."""
 
 from __future__ import annotations
 
@@ -9,75 +9,82 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .chat_template import ChatRenderer, RenderedAnswer, TemplateError, shared_length, without_nulls
+from .chat_template import (
+    ChatRenderer,
+    ChatTemplateError,
+    RenderedCompletion,
+    encode,
+    shared_length,
+    without_nulls,
+)
 
 logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class SupervisedRow:
+class TokenizedRow:
     """
-    A row as token ids.
+    A tokenised row that is not truncated.
 
     Args:
-        ids (`list[int]`): all of it.
-        mask (`list[bool]`): True at tokens that the target itself would have written.
-        lost_answers (`tuple[int, ...]`): positions in `messages` of answers that carry no loss, since the conversation
-            no longer has them as they were written.
+        input_ids (`list[int]`): The tokens of the row.
+        supervised_mask (`list[bool]`): True at the tokens that the target itself would write.
+        unsupervised_turns (`tuple[int, ...]`): Positions in `messages` of assistant turns that carry no loss, since
+            the template renders them differently once the conversation continues.
     """
 
-    ids: list[int]
-    mask: list[bool]
-    lost_answers: tuple[int, ...] = ()
+    input_ids: list[int]
+    supervised_mask: list[bool]
+    unsupervised_turns: tuple[int, ...] = ()
 
 
 def tokenize_row(
     row: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     *,
-    max_length: int,
+    max_length: int | None,
     eos_token_ids: Sequence[int] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """
-    Turn one row into token ids and the mask of tokens that carry loss.
+    Tokenise one row and mark the tokens that carry loss.
 
-    The ids before the last answer are those of `apply_chat_template(messages[:-1], add_generation_prompt=True)`, token
-    for token, also where the tokenizer would join the end of the prompt and the beginning of the answer. The one
-    exception is an empty thinking block that the template puts before an answer without thought: it is context.
+    The tokens before the last completion are exactly those of `apply_chat_template(messages[:-1],
+    add_generation_prompt=True)`, even where the tokenizer would merge the end of the prompt with the start of the
+    completion. The only exception is an empty thinking block that the template inserts before a completion without
+    thinking: it is part of the context.
 
     Args:
         row (`Mapping`):
-            `messages` (a conversation; every assistant turn is supervised), or `prompt` and `completion` (texts or
-            message lists; the completion is supervised), or `input_ids` with an optional `loss_mask` (in prepared rows
-            `supervised_mask`; all tokens are supervised without it). `finish_reason == "length"` says that the last
-            answer was cut off, so that no end of turn is learned there. `tools` and `chat_template_kwargs` reach the
-            chat template.
+            A row in one of three forms. With `messages`, a conversation, every assistant turn is supervised. With
+            `prompt` and `completion`, texts or lists of messages, the completion is supervised. With `input_ids` the
+            optional `loss_mask` (in prepared rows `supervised_mask`) marks the supervised tokens, and all tokens are
+            supervised without it. If `finish_reason` is `"length"`, the last completion is truncated, so that no end
+            of turn is learned there. `tools` and `chat_template_kwargs` are passed to the chat template.
         tokenizer (`PreTrainedTokenizerBase`):
-            The target's; not needed for rows of `input_ids`.
-        max_length (`int`):
-            In tokens; what is longer is cut at the end.
+            The tokenizer of the target. Rows of `input_ids` do not need it.
+        max_length (`int`, *optional*):
+            The number of tokens after which the row is truncated. None keeps all tokens.
         eos_token_ids (`Sequence[int]`):
-            Ids that end an answer: nothing after the first of them is supervised in a turn.
+            Tokens that end a turn. No token after the first of them is supervised in that turn.
         chat_template_kwargs (`Mapping`, *optional*):
-            For every row.
+            Arguments for the chat template that apply to every row. Those of the row take precedence.
 
     Returns:
-        `tuple[list[int], list[bool]]`: the ids, and True at tokens the target itself would have generated.
+        `tuple[list[int], list[bool]]`: The token ids, and a mask that is True at the tokens that carry loss.
 
     Raises:
-        ValueError: the columns are unknown, `input_ids` are no flat list of integers, or the chat template refuses the
-            row or renders its last answer so that the beginning cannot be found.
+        ValueError: The columns are unknown, `input_ids` is not a flat list of integers, or the chat template refuses
+            the row or renders it so that the last completion cannot be found.
     """
-    read = read_row(row, tokenizer, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs)
-    if read.lost_answers:
+    tokenized = read_row(row, tokenizer, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs)
+    if tokenized.unsupervised_turns:
         logger.warning_once(
-            "The chat template renders earlier answers of a conversation otherwise once it goes on (it strips "
-            "thinking, for instance): such answers are context and carry no loss. To train on them, give each "
-            "beginning of a conversation that ends with an answer as a row of its own, as dflash-hf prepare "
-            "--split-turns does."
+            "The chat template renders earlier assistant turns differently once a conversation continues, for example "
+            "without their thinking. Such turns are context and carry no loss. To train on them, pass each "
+            "conversation up to such a turn as a row of its own, as dflash-hf prepare --split-turns does."
         )
-    return read.ids[:max_length], read.mask[:max_length]
+    return tokenized.input_ids[:max_length], tokenized.supervised_mask[:max_length]
 
 
 def read_row(
@@ -86,56 +93,54 @@ def read_row(
     *,
     eos_token_ids: Sequence[int] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> SupervisedRow:
+) -> TokenizedRow:
     """
-    Turn one row into token ids, whole, and say which of its answers carry no loss.
+    Tokenise one row without truncation, and find the assistant turns that carry no loss.
 
     Args:
         row, tokenizer, eos_token_ids, chat_template_kwargs:
-            As in [`tokenize_row`].
+            The arguments of [`tokenize_row`].
 
     Returns:
-        [`SupervisedRow`]
+        [`TokenizedRow`]
 
     Raises:
-        ValueError: as [`tokenize_row`]; a [`TemplateError`] if the chat template is the reason.
+        ValueError: See [`tokenize_row`]. It is a [`ChatTemplateError`] if the chat template is the cause.
     """
     if row.get("input_ids") is not None:
-        return _given_ids(row)
+        return _from_input_ids(row)
     if tokenizer is None:
-        raise ValueError("Rows of text need a tokenizer: pass processing_class=tokenizer.")
-    is_cut = row.get("finish_reason") == "length"
-    tokens = _Tokens(tokenizer, eos_token_ids)
+        raise ValueError("The row has text, and text needs a tokenizer. Pass processing_class=tokenizer.")
+    is_truncated = row.get("finish_reason") == "length"
+    turn_tokenizer = _TurnTokenizer(tokenizer, eos_token_ids)
     if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str) and row.get("messages") is None:
-        prompt_ids, answer_ids, count = tokens.of_answer(RenderedAnswer(row["prompt"], "", row["completion"]), is_cut)
-        return _join(prompt_ids, answer_ids, count)
+        rendered = RenderedCompletion(row["prompt"], "", row["completion"])
+        return _join(*turn_tokenizer.tokenize(rendered, is_truncated))
     messages, first_supervised = conversation_of(row)
     if not messages:
-        return SupervisedRow([], [])
+        return TokenizedRow([], [])
     renderer = row_renderer(row, tokenizer, chat_template_kwargs)
-    answers = [
-        index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_supervised
+    turns = [turn for turn in assistant_turns(messages) if turn >= first_supervised]
+    if not turns:
+        ids = encode(tokenizer, renderer.render(messages))
+        return TokenizedRow(ids, [False] * len(ids))
+    *earlier, last = turns
+    rendered = renderer.split_completion(messages[: last + 1], is_truncated)
+    tokenized = _join(*turn_tokenizer.tokenize(rendered, is_truncated))
+    unsupervised = [
+        turn
+        for turn in earlier
+        if not _supervise_turn(tokenized, rendered.prompt, renderer, turn_tokenizer, messages[: turn + 1])
     ]
-    if not answers:
-        ids = tokens.encode(renderer.text(messages))
-        return SupervisedRow(ids, [False] * len(ids))
-    *earlier, last = answers
-    rendered = renderer.answer(messages[: last + 1], is_cut)
-    read = _join(*tokens.of_answer(rendered, is_cut))
-    lost = [
-        index
-        for index in earlier
-        if not _supervise_earlier(read, rendered.prompt, renderer, tokens, messages[: index + 1])
-    ]
-    return SupervisedRow(read.ids, read.mask, tuple(lost))
+    return TokenizedRow(tokenized.input_ids, tokenized.supervised_mask, tuple(unsupervised))
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """
-    The messages of a row, without nulls, and the position of the first that may be supervised.
+    Return the messages of a row, without nulls, and the position of the first that may be supervised.
 
     Raises:
-        ValueError: the columns are unknown, or a message has no role.
+        ValueError: The columns are unknown, or a message has no role.
     """
     if row.get("messages") is not None:
         messages, first_supervised = list(row["messages"]), 0
@@ -143,24 +148,45 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
         messages, first_supervised = [*row["prompt"], *row["completion"]], len(row["prompt"])
     else:
         raise ValueError(
-            f"A row has the columns {sorted(row)}; it needs `messages`, or `prompt` and `completion`, or `input_ids`."
+            f"The row has the columns {sorted(row)}, and a row needs `messages`, or `prompt` and `completion`, or "
+            "`input_ids`. Rename the columns."
         )
     for message in messages:
         if not isinstance(message, Mapping) or message.get("role") is None:
-            raise ValueError(f"A message is {message!r}: it must be a mapping with `role` and `content`.")
+            raise ValueError(
+                f"A message of the row is {message!r}, and a message must be a mapping with `role` and `content`. "
+                "Correct the message."
+            )
     return without_nulls(messages), first_supervised
+
+
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """
+    Return the messages of a row, without nulls, or None if the row has text or tokens only.
+
+    Raises:
+        ValueError: See [`conversation_of`].
+    """
+    if row.get("messages") is None and not isinstance(row.get("completion"), (list, tuple)):
+        return None
+    return conversation_of(row)[0]
+
+
+def assistant_turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the positions of the assistant turns of a conversation."""
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def row_renderer(
     row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
 ) -> ChatRenderer:
     """
-    The chat template with the arguments of a row.
+    Return the chat template with the arguments of a row.
 
     Args:
-        row (`Mapping`): its `tools` and `chat_template_kwargs` reach the template.
-        tokenizer (`PreTrainedTokenizerBase`): has the template.
-        chat_template_kwargs (`Mapping`, *optional*): for every row; those of the row come first.
+        row (`Mapping`): A row whose `tools` and `chat_template_kwargs` are passed to the template.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer that has the template.
+        chat_template_kwargs (`Mapping`, *optional*): Arguments of every row. Those of the row take precedence.
 
     Returns:
         [`ChatRenderer`]
@@ -169,157 +195,176 @@ def row_renderer(
     return ChatRenderer(tokenizer, without_nulls(row.get("tools")), {**(chat_template_kwargs or {}), **own})
 
 
-def answers_without_loss(
+def unsupervised_turns(
     row: Mapping[str, Any],
-    read: SupervisedRow,
+    tokenized: TokenizedRow,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """
-    Which earlier answers of a row with recorded ids carry no loss there.
+    Find the earlier assistant turns that carry no loss in a row with recorded tokens.
 
     Args:
-        row (`Mapping`): with `messages` beside its `input_ids`.
-        read ([`SupervisedRow`]): the same row as ids.
-        tokenizer, chat_template_kwargs: as in [`tokenize_row`].
+        row (`Mapping`): A row with `messages` and `input_ids`.
+        tokenized ([`TokenizedRow`]): The same row, tokenised.
+        tokenizer, chat_template_kwargs: The arguments of [`tokenize_row`].
 
     Returns:
-        `tuple[int, ...]`: their positions in `messages`; none if as many stretches carry loss as there are answers.
+        `tuple[int, ...]`: The positions of these turns in `messages`. There are none if the row has as many ranges of
+        supervised tokens as assistant turns.
     """
+    mask = tokenized.supervised_mask
     messages, _ = conversation_of(row)
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    num_stretches = sum(keep and not before for before, keep in zip([False, *read.mask[:-1]], read.mask, strict=True))
-    if num_stretches >= len(answers):
+    turns = assistant_turns(messages)
+    num_ranges = sum(is_in and not was_in for was_in, is_in in zip([False, *mask[:-1]], mask, strict=True))
+    if num_ranges >= len(turns):
         return ()
-    renderer, tokens = row_renderer(row, tokenizer, chat_template_kwargs), _Tokens(tokenizer, ())
-    lost = []
-    for index in answers[:-1]:
+    renderer = row_renderer(row, tokenizer, chat_template_kwargs)
+    unsupervised = []
+    for turn in turns[:-1]:
         try:
-            prompt_ids = tokens.encode(renderer.text(messages[:index], add_generation_prompt=True))
-        except TemplateError:
-            continue  # a row of its own could not be rendered
+            prompt_ids = renderer.prompt_ids(messages[:turn])
+        except ChatTemplateError:
+            continue  # the turn could not be rendered in a row of its own either
         start = len(prompt_ids)
-        if read.ids[:start] != prompt_ids or not any(read.mask[start : start + 1]):
-            lost.append(index)
-    return tuple(lost)
+        if tokenized.input_ids[:start] != prompt_ids or not any(mask[start : start + 1]):
+            unsupervised.append(turn)
+    return tuple(unsupervised)
 
 
-def split_turns(row: Mapping[str, Any], lost_answers: Sequence[int]) -> Iterator[dict[str, Any]]:
+def split_turns(row: Mapping[str, Any], turns: Sequence[int]) -> Iterator[dict[str, Any]]:
     """
-    Give answers rows of their own: each the conversation up to that answer.
+    Make a row of its own for each of some assistant turns: the conversation up to that turn.
 
     Args:
-        row (`Mapping`): a row of `messages`.
-        lost_answers (`Sequence[int]`): positions of the answers in `messages`.
+        row (`Mapping`): A row of `messages`.
+        turns (`Sequence[int]`): The positions of the turns in `messages`.
 
     Yields:
-        `dict`: rows in which the answer is the last message and carries the loss alone.
+        `dict`: Rows in which only the last message, an assistant turn, is supervised.
     """
-    of_whole_row = {"messages", "input_ids", "loss_mask", "finish_reason", "sample_id"}
-    kept = {name: value for name, value in row.items() if name not in of_whole_row}
-    for index in lost_answers:
+    not_shared = {"messages", "input_ids", "loss_mask", "finish_reason", "sample_id"}
+    shared = {name: value for name, value in row.items() if name not in not_shared}
+    for turn in turns:
         messages = list(row["messages"])
-        yield {**kept, "prompt": messages[:index], "completion": [messages[index]]}
+        yield {**shared, "prompt": messages[:turn], "completion": [messages[turn]]}
 
 
-class _Tokens:
-    """Tokenises a prompt as generation does, and an answer as what comes after it."""
+class _TurnTokenizer:
+    """Tokenises a prompt in the way of generation, and a completion as the continuation of its prompt."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
-        self.ends = {*eos_token_ids, tokenizer.eos_token_id}
+        self.end_token_ids = {*eos_token_ids, tokenizer.eos_token_id}
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def of_answer(self, rendered: RenderedAnswer, is_cut: bool) -> tuple[list[int], list[int], int]:
-        """Ids of the prompt, ids of the answer, and how many of these the target wrote."""
+    def tokenize(self, rendered: RenderedCompletion, is_truncated: bool) -> tuple[list[int], list[int], int]:
+        """Return the tokens of the prompt and of the completion, and how many of the latter the target wrote."""
         prompt = rendered.prompt + rendered.inserted
-        prompt_ids = self.encode(prompt)
-        answer_ids = self._after(prompt_ids, prompt, rendered.answer)
-        end = next((index for index, token in enumerate(answer_ids) if token in self.ends), None)
+        prompt_ids = encode(self.tokenizer, prompt)
+        completion_ids = self._continue(prompt_ids, prompt, rendered.completion)
+        end = next((index for index, token in enumerate(completion_ids) if token in self.end_token_ids), None)
         if end is None:
-            return prompt_ids, answer_ids, len(answer_ids)
-        return (prompt_ids, answer_ids[:end], end) if is_cut else (prompt_ids, answer_ids, end + 1)
+            return prompt_ids, completion_ids, len(completion_ids)
+        return (prompt_ids, completion_ids[:end], end) if is_truncated else (prompt_ids, completion_ids, end + 1)
 
-    def _after(self, prompt_ids: list[int], prompt: str, answer: str) -> list[int]:
+    def _continue(self, prompt_ids: list[int], prompt: str, completion: str) -> list[int]:
         """
-        Ids of an answer after the ids of its prompt.
+        Return the tokens of a completion after the tokens of its prompt.
 
-        Where the tokenizer joins the end of the prompt and the beginning of the answer in one token, the answer is
-        tokenised without the prompt: behind a special token or by itself, less the space that some tokenizers put
-        before a text.
+        Where the tokenizer merges the end of the prompt and the start of the completion into one token, the completion
+        is tokenised without the prompt: after a special token or alone, and without the space that some tokenizers
+        add before a text.
         """
-        together = self.encode(prompt + answer)
+        together = encode(self.tokenizer, prompt + completion)
         if together[: len(prompt_ids)] == prompt_ids:
             return together[len(prompt_ids) :]
         text = self._decode(together)
-        alone = [self.encode(answer)]
+        separate = [encode(self.tokenizer, completion)]
         if self.tokenizer.eos_token is not None:
-            alone.insert(0, self.encode(self.tokenizer.eos_token + answer)[1:])
-        for ids in alone:
+            separate.insert(0, encode(self.tokenizer, self.tokenizer.eos_token + completion)[1:])
+        for ids in separate:
             for candidate in (ids, ids[1:]):
                 if self._decode(prompt_ids + candidate) == text:
                     return candidate
-        raise TemplateError(
-            "The tokenizer joins the end of the prompt and the beginning of the answer, and tokenised apart they are "
-            "another text. Pass `input_ids` with `loss_mask`, as the target read and wrote them."
+        raise ChatTemplateError(
+            "The tokenizer merges the end of the prompt and the start of the completion into one token, and the two "
+            "give a different text when they are tokenised separately. Pass rows of `input_ids` with `loss_mask`, as "
+            "the target read and wrote them."
         )
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _join(prompt_ids: list[int], answer_ids: list[int], num_written: int) -> SupervisedRow:
-    mask = [False] * len(prompt_ids) + [index < num_written for index in range(len(answer_ids))]
-    return SupervisedRow(prompt_ids + answer_ids, mask)
+def _join(prompt_ids: list[int], completion_ids: list[int], num_written: int) -> TokenizedRow:
+    """Return a row of which the first `num_written` tokens of the completion are supervised."""
+    mask = [False] * len(prompt_ids) + [index < num_written for index in range(len(completion_ids))]
+    return TokenizedRow(prompt_ids + completion_ids, mask)
 
 
-def _supervise_earlier(
-    read: SupervisedRow,
+def _supervise_turn(
+    tokenized: TokenizedRow,
     last_prompt: str,
     renderer: ChatRenderer,
-    tokens: _Tokens,
+    turn_tokenizer: _TurnTokenizer,
     messages: list[dict[str, Any]],
 ) -> bool:
     """
-    Mark an earlier answer in the mask, where the row still has its prompt and the answer token for token.
+    Mark an earlier assistant turn in the mask if the row still contains its prompt and its completion exactly.
 
-    The token that ended it may be another one since (a return that became an end of message): that one is left out.
+    The history may end the turn with another token than the target wrote (an end of message in place of a return).
+    That token stays unsupervised.
+
+    Args:
+        tokenized ([`TokenizedRow`]): The row, whose mask is changed in place.
+        last_prompt (`str`): The prompt of the last turn of the row.
+        renderer ([`ChatRenderer`]), turn_tokenizer (`_TurnTokenizer`): The template and the tokenizer of the row.
+        messages (`list[dict]`): The conversation up to and with the turn.
+
+    Returns:
+        `bool`: Whether the turn is supervised now.
     """
     try:
-        rendered = renderer.answer(messages)
+        rendered = renderer.split_completion(messages)
         if not last_prompt.startswith(rendered.prompt + rendered.inserted):
             return False
-        prompt_ids, answer_ids, num_written = tokens.of_answer(rendered, is_cut=False)
-    except TemplateError:
+        prompt_ids, completion_ids, num_written = turn_tokenizer.tokenize(rendered, is_truncated=False)
+    except ChatTemplateError:
         return False
-    start, written = len(prompt_ids), answer_ids[:num_written]
-    same = shared_length(read.ids[start:], written)
-    is_whole = same == num_written or (same == num_written - 1 and written[-1] in tokens.ends)
-    if read.ids[:start] != prompt_ids or not is_whole or not same:
+    start, written = len(prompt_ids), completion_ids[:num_written]
+    num_equal = shared_length(tokenized.input_ids[start:], written)
+    is_complete = num_equal == num_written or (
+        num_equal == num_written - 1 and written[-1] in turn_tokenizer.end_token_ids
+    )
+    if tokenized.input_ids[:start] != prompt_ids or not is_complete or not num_equal:
         return False
-    read.mask[start : start + same] = [True] * same
+    tokenized.supervised_mask[start : start + num_equal] = [True] * num_equal
     return True
 
 
-def _given_ids(row: Mapping[str, Any]) -> SupervisedRow:
-    ids = _plain_list(row["input_ids"])
+def _from_input_ids(row: Mapping[str, Any]) -> TokenizedRow:
+    """Read a row that has its tokens, and its mask if it has one."""
+    ids = _as_list(row["input_ids"])
     for token in ids:
         if type(token) is not int:
-            raise ValueError(f"input_ids hold {token!r}: they must be one flat list of integers.")
+            raise ValueError(
+                f"The row's input_ids contain {token!r}, and they must be a flat list of integers. Convert the column."
+            )
     if row.get("segment_ids") is not None:
         raise ValueError(
-            "It is a packed row, and packed rows are read from a datasets.Dataset alone. Give the documents, and "
+            "The row is packed, and packed rows are only accepted in a datasets.Dataset. Pass the documents, and set "
             "packing=True."
         )
     given = row.get("loss_mask") if row.get("loss_mask") is not None else row.get("supervised_mask")
     mask = [True] * len(ids) if given is None else [bool(keep) for keep in given]
     if len(mask) != len(ids):
-        raise ValueError(f"loss_mask has {len(mask)} entries for {len(ids)} input_ids: they must be equally long.")
-    return SupervisedRow(ids, mask)
+        raise ValueError(
+            f"The row's loss_mask has {len(mask)} entries for {len(ids)} input_ids, and the lengths must be equal. "
+            "Correct the column."
+        )
+    return TokenizedRow(ids, mask)
 
 
-def _plain_list(values: Any) -> list[Any]:
-    """A list of Python numbers, also from an array or a tensor."""
+def _as_list(values: Any) -> list[Any]:
+    """Return a list of Python numbers from a list, an array or a tensor."""
     return values.tolist() if hasattr(values, "tolist") else list(values)

@@ -1,4 +1,4 @@
-"""A folder of prepared rows: written whole or not at all, recognised again, and checked against its user."""
+"""The folder of prepared rows: it is written atomically, recognised again, and checked before training."""
 
 from __future__ import annotations
 
@@ -22,18 +22,26 @@ REPORT, MISMATCHES = "report.json", "mismatches.jsonl"
 EVALUATION_SPLIT = "validation"
 SHARD_BYTES = 2**29
 
+# Names that the counts of rows had in the reports of version 0.1.0
+_RENAMED_COUNTS = {
+    "answers": "after_split",
+    "cut": "truncated",
+    "earlier_answers_without_loss": "unsupervised_turns",
+    "other_prompt": "prompt_mismatches",
+}
+
 
 def folder_settings(
     target: str, source: Mapping[str, Any], text: TargetText, settings: PreparationSettings
 ) -> dict[str, Any]:
     """
-    All that decides what a prepared folder holds.
+    Collect everything that determines the content of a prepared folder.
 
     Args:
-        target (`str`): its name.
-        source (`Mapping`): what names the rows.
-        text ([`TargetText`]): of the target.
-        settings ([`PreparationSettings`]): of the preparation.
+        target (`str`): The name of the target.
+        source (`Mapping`): What identifies the source rows.
+        text ([`TargetText`]): The tokenizer and the token ids of the target.
+        settings ([`PreparationSettings`]): The settings of the preparation.
 
     Returns:
         `dict`: JSON values.
@@ -49,19 +57,54 @@ def folder_settings(
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A name of the tokens and their ids."""
+    """Hash the tokens of a tokenizer and their ids."""
     return json_digest(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
+
+
+def is_prepared_already(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> bool:
+    """
+    Return whether a folder holds the rows that would be written, and refuse a folder with any other content.
+
+    Args:
+        folder (`Path`): The output folder.
+        settings (`Mapping`): The settings from [`folder_settings`].
+        overwrite (`bool`): Whether rows that were prepared before may be replaced.
+
+    Returns:
+        `bool`
+
+    Raises:
+        ValueError: The folder holds other content.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    report = read_report(folder) if folder.is_dir() else None
+    if report is None:
+        raise ValueError(
+            f"{folder} exists and contains no prepared rows, and only prepared rows are replaced. Choose a folder "
+            "that does not exist."
+        )
+    if overwrite:
+        return False
+    earlier, wanted = report["settings"], json.loads(json.dumps(dict(settings)))
+    if earlier == wanted:
+        return True
+    changes = "; ".join(map(str, differences(earlier, wanted)))
+    raise ValueError(
+        f"{folder} contains rows that were prepared with other settings: {changes}. Choose another folder, or pass "
+        "--overwrite to replace them."
+    )
 
 
 def read_report(folder: str | Path) -> dict[str, Any] | None:
     """
-    The report of a prepared folder.
+    Read the report of a prepared folder. Reports of earlier versions are converted to the present names.
 
     Args:
-        folder (`str` or `Path`): any folder or name.
+        folder (`str` or `Path`): A folder, or any other name.
 
     Returns:
-        `dict`, or None: it is no prepared folder.
+        `dict`, or None if it is not a prepared folder.
     """
     path = Path(folder) / REPORT
     if not path.is_file():
@@ -70,56 +113,26 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
         report = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
         return None
-    return report if isinstance(report, dict) and {"settings", "rows"} <= set(report) else None
-
-
-def is_prepared_already(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> bool:
-    """
-    Whether a folder holds what would be written; an error if it holds anything else.
-
-    Args:
-        folder (`Path`): the output folder.
-        settings (`Mapping`): of [`folder_settings`].
-        overwrite (`bool`): replace an earlier preparation, whatever its settings.
-
-    Returns:
-        `bool`
-
-    Raises:
-        ValueError: the folder holds something else.
-    """
-    if folder.is_dir() and not any(folder.iterdir()):
-        return False
-    if not folder.exists():
-        return False
-    report = read_report(folder) if folder.is_dir() else None
-    if report is None:
-        raise ValueError(f"{folder} exists and holds no prepared rows. Name a folder that does not exist.")
-    if overwrite:
-        return False
-    earlier, wanted = report["settings"], json.loads(json.dumps(dict(settings)))
-    if earlier == wanted:
-        return True
-    changes = "; ".join(map(str, differences(earlier, wanted)))
-    raise ValueError(
-        f"{folder} holds rows that were prepared with other settings: {changes}. Name another folder, or pass "
-        "--overwrite."
-    )
+    if not isinstance(report, dict) or not {"settings", "rows"} <= set(report):
+        return None
+    counts = {_RENAMED_COUNTS.get(name, name): count for name, count in report["rows"].items()}
+    return {**report, "rows": counts}
 
 
 def make_report(prepared: PreparedRows, settings: Mapping[str, Any]) -> dict[str, Any]:
     """
-    What was prepared, in numbers.
+    Summarise a preparation.
 
     Args:
-        prepared ([`PreparedRows`]): the rows.
-        settings (`Mapping`): of [`folder_settings`].
+        prepared ([`PreparedRows`]): The prepared rows.
+        settings (`Mapping`): The settings from [`folder_settings`].
 
     Returns:
-        `dict`: JSON values: `settings`, counts of `rows` and `tokens`, and the `chat_template_kwargs` of all rows.
+        `dict`: JSON values: the `settings`, counts of `rows` and `tokens`, and the `chat_template_kwargs` that all
+        rows share.
     """
     parts = {"train": prepared.train, EVALUATION_SPLIT: prepared.evaluation}
-    refused, other_prompt = (
+    refused, differing = (
         dict(Counter(line["reason"] for line in prepared.mismatches if line["is_refused"] == is_refused).most_common())
         for is_refused in (True, False)
     )
@@ -127,12 +140,12 @@ def make_report(prepared: PreparedRows, settings: Mapping[str, Any]) -> dict[str
         "settings": dict(settings),
         "rows": {
             "read": prepared.num_rows,
-            "answers": prepared.num_answers,
+            "after_split": prepared.num_after_split,
             "dropped": prepared.dropped,
-            "cut": prepared.num_cut,
-            "earlier_answers_without_loss": prepared.num_lost_answers,
+            "truncated": prepared.num_truncated,
+            "unsupervised_turns": prepared.num_unsupervised_turns,
             "refused": refused,
-            "other_prompt": other_prompt,
+            "prompt_mismatches": differing,
             **{name: 0 if part is None else len(part) for name, part in parts.items()},
         },
         "tokens": {
@@ -150,21 +163,21 @@ def make_report(prepared: PreparedRows, settings: Mapping[str, Any]) -> dict[str
 
 def write_folder(folder: Path, prepared: PreparedRows, report: Mapping[str, Any]) -> None:
     """
-    Write prepared rows so that the folder is there whole or not at all.
+    Write prepared rows atomically: the folder appears when it is complete.
 
     Args:
-        folder (`Path`): replaced if it exists: ask [`is_prepared_already`] before.
-        prepared ([`PreparedRows`]): the rows.
-        report (`Mapping`): of [`make_report`].
+        folder (`Path`): The folder to write. An existing folder is replaced, so call [`is_prepared_already`] before.
+        prepared ([`PreparedRows`]): The prepared rows.
+        report (`Mapping`): The report from [`make_report`].
 
     Raises:
-        OSError: it cannot be written. What was there before is left as it was.
+        OSError: The folder cannot be written. An existing folder is then unchanged.
     """
     with replace_folder(folder) as unfinished:
         (unfinished / "data").mkdir()
-        _write_part(prepared.train, unfinished / "data", "train")
+        _write_split(prepared.train, unfinished / "data", "train")
         if prepared.evaluation is not None:
-            _write_part(prepared.evaluation, unfinished / "data", EVALUATION_SPLIT)
+            _write_split(prepared.evaluation, unfinished / "data", EVALUATION_SPLIT)
         if prepared.mismatches:
             with (unfinished / MISMATCHES).open("w", encoding="utf-8") as stream:
                 stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in prepared.mismatches)
@@ -175,46 +188,47 @@ def check_prepared(
     rows: datasets.Dataset, name: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, mask_token_id: int
 ) -> None:
     """
-    Refuse prepared rows that a training run would misread.
+    Refuse prepared rows that do not fit a training run.
 
     Args:
-        rows (`datasets.Dataset`): with `supervised_mask`.
-        name (`str`): the folder or data set.
-        tokenizer (`PreTrainedTokenizerBase`): of the target of the run.
-        max_length (`int`): of the run.
-        mask_token_id (`int`): of the draft.
+        rows (`datasets.Dataset`): Rows with a `supervised_mask`.
+        name (`str`): The folder or the name of the data set.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the run's target.
+        max_length (`int`): The longest row of the run, in tokens.
+        mask_token_id (`int`): The mask token of the draft.
 
     Raises:
-        ValueError: the rows were tokenised for another vocabulary, are longer than `max_length`, or hold the mask
+        ValueError: The rows were tokenised with another vocabulary, are longer than `max_length`, or contain the mask
             token.
     """
     report = read_report(name)
     if report is not None and report["settings"].get("vocabulary_hash") != vocabulary_hash(tokenizer):
         raise ValueError(
-            f"{name} was prepared for the tokenizer of {report['settings'].get('target')!r}, which is another one "
-            "than this target's. Prepare the rows again, with --target."
+            f"{name} was prepared for the tokenizer of {report['settings'].get('target')!r}, and this target has a "
+            "different one. Prepare the rows again with this --target."
         )
     longest = pyarrow.compute.max(pyarrow.compute.list_value_length(rows.data["input_ids"])).as_py()
     if longest is not None and longest > max_length:
         raise ValueError(
-            f"{name} has rows of up to {longest} tokens, and max_length={max_length}. Pass --max_length {longest}, or "
-            "prepare the rows again."
+            f"{name} has rows of up to {longest} tokens, and max_length={max_length} is the limit of this run. Pass "
+            f"--max_length {longest}, or prepare the rows again."
         )
     values = _values(rows, "input_ids")
     if pyarrow.compute.any(pyarrow.compute.equal(values, mask_token_id)).as_py():
         raise ValueError(
-            f"{name} contains the mask token {mask_token_id}. Choose another mask_token_id when making the draft, one "
-            "that never occurs in text."
+            f"{name} contains the mask token {mask_token_id}, which must not occur in text. Choose another "
+            "mask_token_id when you create the draft."
         )
 
 
 def _values(rows: datasets.Dataset, column: str) -> Any:
-    """All values of a column of lists, as one array."""
+    """Return all values of a column of lists as one array."""
     return pyarrow.compute.list_flatten(rows.data[column])
 
 
-def _write_part(part: datasets.Dataset, folder: Path, split: str) -> None:
-    num_shards = min(len(part), -(-part.data.nbytes // SHARD_BYTES))
+def _write_split(rows: datasets.Dataset, folder: Path, split: str) -> None:
+    """Write the rows of a split as Parquet shards of about `SHARD_BYTES`."""
+    num_shards = min(len(rows), -(-rows.data.nbytes // SHARD_BYTES))
     for index in range(num_shards):
-        shard = part.shard(num_shards, index, contiguous=True)
+        shard = rows.shard(num_shards, index, contiguous=True)
         shard.to_parquet(folder / f"{split}-{index:05d}-of-{num_shards:05d}.parquet")

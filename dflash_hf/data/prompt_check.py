@@ -1,4 +1,4 @@
-"""Does a row begin as the target would read it today? Where it does not, why."""
+"""Compares the prompt of a row with the prompt that the chat template gives today, and explains differences."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .chat_template import ChatRenderer, TemplateError, shared_length
-from .labels import SupervisedRow, conversation_of, row_renderer
+from .chat_template import ChatRenderer, ChatTemplateError, shared_length
+from .labels import TokenizedRow, assistant_turns, messages_of, row_renderer
 
-TEXT_BEFORE, TEXT_AFTER = 12, 24  # tokens shown around the first difference
+TOKENS_BEFORE, TOKENS_AFTER = 12, 24  # tokens shown before and after the start of the first difference
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DATE = rf"\d{{4}}[-/.]\d\d[-/.]\d\d|\d{{1,2}}\.? {_MONTH},? \d{{4}}|{_MONTH} \d{{1,2}},? \d{{4}}|\d\d?:\d\d(?::\d\d)?"
-_THOUGHT = (
+_THINKING = (
     r"<think>(?=\s*[^\s<]).*?</think>\s*|<\|channel\|>analysis<\|message\|>.*?<\|end\|><\|start\|>assistant"
     r"|<\|start\|>assistant<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?=<\|start\|>)"
 )
-_OTHER_DATE = "only another date: the template writes that of the day"
-_INSERTED = "the template puts an empty thinking block before an answer without thought"
-# What may differ: how it looks, and what to say if the row has more of it, if the template has, if both have others
+_OTHER_DATE = "only the date differs: the template writes the current date"
+_OTHER_TEXT = "the text differs"
+_INSERTED_THINKING = "the template inserts an empty thinking block before a response without thinking"
+# Parts of a prompt that may differ: their pattern, and the reason to give if the row has more of them, if the template
+# writes more of them, and if both have the same number with different text
 _DIFFERENCES = (
     (
         re.compile(_DATE),
         "the row has a date that the template does not write",
-        "the template writes a date that the row has not",
+        "the template writes a date that the row does not have",
         _OTHER_DATE,
     ),
     (
         re.compile(r"<think>\s*</think>\s*"),
-        "the row has an empty thinking block that is not in the prompt",
-        "the template puts an empty thinking block into the prompt",
-        "other line breaks in the empty thinking block",
+        "the row has an empty thinking block that the template does not write",
+        "the template writes an empty thinking block that the row does not have",
+        "the line breaks in the empty thinking block differ",
     ),
     (
         re.compile(r"<think>\s*\Z"),
-        "the row's prompt begins to think, the template's does not",
-        "the template's prompt begins to think, the row's does not",
-        "other line breaks where the prompt begins to think",
+        "the row's prompt opens a thinking block and the template's does not",
+        "the template's prompt opens a thinking block and the row's does not",
+        "the line breaks after the opened thinking block differ",
     ),
     (
-        re.compile(_THOUGHT, re.DOTALL),
-        "the template strips thinking from earlier answers",
-        "the row lacks thinking that the template keeps in earlier answers",
-        "other thinking in earlier answers",
+        re.compile(_THINKING, re.DOTALL),
+        "the template strips the thinking of earlier turns",
+        "the row lacks thinking of earlier turns that the template keeps",
+        "the thinking of earlier turns differs",
     ),
 )
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -60,15 +62,16 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class PrefixMismatch:
+class PromptMismatch:
     """
-    A row whose ids before its last answer are not those of the target's generation prompt.
+    The first difference between the tokens before the last completion of a row and the target's generation prompt.
 
     Args:
-        position (`int`): first token that differs.
-        row_text (`str`), template_text (`str`): the text around it.
-        reason (`str`): why, in words.
-        is_recorded (`bool`): the row's ids were given; otherwise they are rendered by the same template.
+        position (`int`): The position of the first token that differs.
+        row_text (`str`): The text of the row around that position.
+        template_text (`str`): The text of the generation prompt around that position.
+        reason (`str`): An explanation of the difference.
+        is_recorded (`bool`): Whether the row has recorded tokens. Otherwise the same template rendered both prompts.
     """
 
     position: int
@@ -78,112 +81,112 @@ class PrefixMismatch:
     is_recorded: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Its values, for a line of JSON."""
+        """Return the values for a line of JSON."""
         return asdict(self)
 
 
-def check_prefix(
+def check_prompt(
     row: Mapping[str, Any],
-    read: SupervisedRow,
+    tokenized: TokenizedRow,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> PrefixMismatch | None:
+) -> PromptMismatch | None:
     """
-    Compare what comes before the last answer with `apply_chat_template(messages[:-1], add_generation_prompt=True)`.
+    Compare a row's prompt with `apply_chat_template(messages[:-1], add_generation_prompt=True)`.
+
+    The prompt of a row is everything before its last completion.
 
     Args:
-        row (`Mapping`): with messages; others have nothing to be compared with.
-        read ([`SupervisedRow`]): the same row as ids. Its last supervised tokens are the last answer.
-        tokenizer (`PreTrainedTokenizerBase`): the target's.
-        chat_template_kwargs (`Mapping`, *optional*): for every row.
+        row (`Mapping`): A row of messages. Other rows have no template to be compared with.
+        tokenized ([`TokenizedRow`]): The same row, tokenised. Its last supervised tokens are the last completion.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
+        chat_template_kwargs (`Mapping`, *optional*): Arguments for the chat template that apply to every row.
 
     Returns:
-        [`PrefixMismatch`], or None where all tokens are equal.
+        [`PromptMismatch`], or None if all tokens are equal.
     """
-    if not any(read.mask) or (row.get("messages") is None and not isinstance(row.get("completion"), (list, tuple))):
+    ids, mask = tokenized.input_ids, tokenized.supervised_mask
+    if not any(mask):
         return None
-    messages, _ = conversation_of(row)
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
+    messages = messages_of(row)
+    turns = assistant_turns(messages or ())
+    if messages is None or not turns:
         return None
-    start = max(index for index, keep in enumerate(read.mask) if keep)
-    while start and read.mask[start - 1]:
+    start = max(index for index, is_supervised in enumerate(mask) if is_supervised)
+    while start and mask[start - 1]:
         start -= 1
-    found, history = read.ids[:start], messages[: answers[-1]]
+    found, history = ids[:start], messages[: turns[-1]]
     renderer = row_renderer(row, tokenizer, chat_template_kwargs)
     is_recorded = row.get("input_ids") is not None
     try:
-        expected = _prompt_ids(renderer, history)
-    except TemplateError as error:
-        return PrefixMismatch(0, _around(tokenizer, found, 0), "", str(error), is_recorded)
+        expected = renderer.prompt_ids(history)
+    except ChatTemplateError as error:
+        return PromptMismatch(0, _text_around(tokenizer, found, 0), "", str(error), is_recorded)
     if found == expected:
         return None
     position = shared_length(found, expected)
-    return PrefixMismatch(
+    return PromptMismatch(
         position,
-        _around(tokenizer, found, position),
-        _around(tokenizer, expected, position),
-        _why(found, expected, renderer, history, is_recorded),
+        _text_around(tokenizer, found, position),
+        _text_around(tokenizer, expected, position),
+        _reason(found, expected, renderer, history, is_recorded),
         is_recorded,
     )
 
 
-def _prompt_ids(renderer: ChatRenderer, history: list[dict[str, Any]]) -> list[int]:
-    text = renderer.text(history, add_generation_prompt=True)
-    return list(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
+def _text_around(tokenizer: PreTrainedTokenizerBase, ids: list[int], position: int) -> str:
+    """Return the text of the tokens around a position."""
+    return str(tokenizer.decode(ids[max(0, position - TOKENS_BEFORE) : position + TOKENS_AFTER]))
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, ids: list[int], position: int) -> str:
-    return str(tokenizer.decode(ids[max(0, position - TEXT_BEFORE) : position + TEXT_AFTER]))
-
-
-def _why(
+def _reason(
     found: list[int], expected: list[int], renderer: ChatRenderer, history: list[dict[str, Any]], is_recorded: bool
 ) -> str:
-    own, other = (str(renderer.tokenizer.decode(ids)) for ids in (found, expected))
-    if own == other:
-        return "the same text in other tokens: tokens were joined across a boundary"
-    if not is_recorded:  # the template rendered both: only what it inserts before an answer can differ
-        return _INSERTED + _variant_words(found, renderer, history)
-    reasons, bare_own, bare_other = [], own, other
-    for pattern, more_in_row, more_in_template, both in _DIFFERENCES:
-        in_row, in_template = pattern.findall(bare_own), pattern.findall(bare_other)
-        bare_own, bare_other = pattern.sub("", bare_own), pattern.sub("", bare_other)
+    """Explain why the prompt of a row differs from the expected one."""
+    row_text, template_text = (str(renderer.tokenizer.decode(ids)) for ids in (found, expected))
+    if row_text == template_text:
+        return "the text is the same and the tokens differ: tokens were merged across a boundary"
+    if not is_recorded:  # the template rendered both, so only what it inserts before a completion can differ
+        return _INSERTED_THINKING + _matching_arguments(found, renderer, history)
+    reasons, row_rest, template_rest = [], row_text, template_text
+    for pattern, more_in_row, more_in_template, other in _DIFFERENCES:
+        in_row, in_template = pattern.findall(row_rest), pattern.findall(template_rest)
+        row_rest, template_rest = pattern.sub("", row_rest), pattern.sub("", template_rest)
         if len(in_row) != len(in_template):
             reasons.append(more_in_row if len(in_row) > len(in_template) else more_in_template)
         elif in_row != in_template:
-            reasons.append(both)
-    if bare_own != bare_other:
-        reasons = [_why_system(own, other, history) or "another text"]
-    words = "; ".join(reasons or ["another text"])
-    return words if reasons == [_OTHER_DATE] else words + _variant_words(found, renderer, history)
+            reasons.append(other)
+    if row_rest != template_rest:
+        reasons = [_system_prompt_reason(row_text, template_text, history) or _OTHER_TEXT]
+    reason = "; ".join(reasons or [_OTHER_TEXT])
+    return reason if reasons == [_OTHER_DATE] else reason + _matching_arguments(found, renderer, history)
 
 
-def _variant_words(found: list[int], renderer: ChatRenderer, history: list[dict[str, Any]]) -> str:
-    """Which arguments make the template give the row's prompt, if any are known."""
+def _matching_arguments(found: list[int], renderer: ChatRenderer, history: list[dict[str, Any]]) -> str:
+    """Name the known template arguments with which the template gives the prompt of the row, if there are any."""
     template = str(renderer.tokenizer.chat_template)
     for variant in _VARIANTS:
         if next(iter(variant)) not in template:
             continue
         kwargs = {**renderer.template_kwargs, **variant}
         try:
-            ids = _prompt_ids(ChatRenderer(renderer.tokenizer, renderer.tools, kwargs), history)
-        except TemplateError:
+            ids = ChatRenderer(renderer.tokenizer, renderer.tools, kwargs).prompt_ids(history)
+        except ChatTemplateError:
             continue
         if ids == found:
-            return f"; the row's is the prompt of chat_template_kwargs {json.dumps(variant)}"
+            return f"; the template gives the row's prompt with chat_template_kwargs {json.dumps(variant)}"
     return ""
 
 
-def _why_system(own: str, other: str, history: list[dict[str, Any]]) -> str | None:
-    """Whether one text is the other with a system prompt more."""
-    short, long = sorted((own, other), key=len)
+def _system_prompt_reason(row_text: str, template_text: str, history: list[dict[str, Any]]) -> str | None:
+    """Return a reason if the only difference is that one of the texts has an additional system prompt."""
+    short, long = sorted((row_text, template_text), key=len)
     start = shared_length(short, long)
     end = shared_length(short[start:][::-1], long[start:][::-1])
-    more = long[start : len(long) - end]
-    if start + end < len(short) or ("system" not in more and "developer" not in more):
+    added = long[start : len(long) - end]
+    if start + end < len(short) or ("system" not in added and "developer" not in added):
         return None
-    if long is own:
-        return "the row has a system prompt that is not in its messages or that the template does not add"
+    if long is row_text:
+        return "the row has a system prompt that is not in its messages or that the template does not write"
     has_system = bool(history) and history[0]["role"] == "system"
     return f"the row lacks the system prompt {'of its messages' if has_system else 'that the template adds'}"

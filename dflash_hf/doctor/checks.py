@@ -14,9 +14,9 @@ from transformers.cache_utils import DFlashCache
 
 from ..blocks.forward import block_hidden_states
 from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
-from ..data.chat_template import TemplateError
+from ..data.chat_template import ChatTemplateError
 from ..data.labels import read_row
-from ..data.prompt_check import check_prefix
+from ..data.prompt_check import check_prompt
 from ..model.configuration_dflash import DFlashConfig
 from ..model.modeling_dflash import DFlashDraftModel, embed_tokens
 from ..target.hidden_states import target_hidden_states
@@ -203,7 +203,7 @@ def check_template(
     row = {"messages": messages, "finish_reason": "length" if is_cut else "stop"}
     try:
         read = read_row(row, tokenizer, chat_template_kwargs=kwargs)
-    except TemplateError as error:
+    except ChatTemplateError as error:
         return Finding(
             "chat template",
             FAULT,
@@ -211,7 +211,7 @@ def check_template(
             "Training rows of messages cannot be made with this template: repair it, give other chat_template_kwargs, "
             "or train on rows of input_ids as the target read and wrote them (dflash-hf regenerate writes such rows).",
         )
-    mismatch = check_prefix(row, read, tokenizer, kwargs)
+    mismatch = check_prompt(row, read, tokenizer, kwargs)
     if mismatch is not None:
         return Finding(
             "chat template",
@@ -228,7 +228,7 @@ def check_template(
             f"{', '.join(unknown)}",
             "The target's template is not the one of training: take the tokenizer of the training.",
         )
-    start = read.mask.index(True) if any(read.mask) else len(read.mask)
+    start = [*read.supervised_mask, True].index(True)
     return Finding("chat template", OK, f"a row begins with the {start} tokens of the prompt, token for token")
 
 

@@ -14,7 +14,7 @@ from ..blocks.forward import block_hidden_states
 from ..blocks.losses import default_chunk_size
 from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
 from ..data.chat_template import chat_inputs
-from ..data.dataset import DFlashCollator
+from ..data.collator import DFlashCollator
 from ..evaluation.simulate import accepted_at_every_anchor, serving_statistics
 from ..evaluation.timed_generation import generate_timed
 from ..model.modeling_dflash import DFlashDraftModel

@@ -23,7 +23,8 @@ from ..blocks.forward import BlockLosses, block_losses
 from ..blocks.losses import loss_denominator
 from ..blocks.metrics import row_statistics, summarize
 from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
-from ..data.dataset import PREPARED_COLUMNS, DFlashCollator, PreparedStream, prepare_rows
+from ..data.collator import DFlashCollator
+from ..data.dataset import PREPARED_COLUMNS, PreparedStream, prepare_rows
 from ..evaluation.compare import generated_acceptance_length, plain_forward
 from ..evaluation.simulate import accepted_at_every_anchor, serving_statistics
 from ..hub.model_card import DraftCard

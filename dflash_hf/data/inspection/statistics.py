@@ -1,4 +1,4 @@
-"""What the rows of a data set hold, in numbers: lengths, supervision, possible anchors, and what a step covers."""
+"""Statistics of the rows of a data set: lengths, supervised tokens, eligible anchors and the coverage of a step."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from .dataset import DFlashCollator
-from .inspect_rows import StepPlan
+from ..collator import DFlashCollator
+from .rows import StepPlan
 
-ROWS_PER_BATCH = 8  # every possible block of so many rows exists at one time
+ROWS_PER_BATCH = 8  # bounds the memory: a plan with every possible block exists for this many rows at a time
 
 
 @dataclass
 class RowStatistics:
     """
-    What rows hold; a list has one entry for each row that training does not drop.
+    Statistics of rows. Each list has one entry for every row that training keeps.
 
     Args:
-        lengths (`list[int]`): tokens.
-        supervised (`list[int]`): tokens that carry loss.
-        eligible (`list[int]`): positions at which an anchor may stand.
-        has_whole_block (`list[bool]`): at least one block of the row has all of its slots.
-        covered (`list[int]`): tokens that carry loss in a block of the step.
-        dropped (`Counter`): rows that training leaves out, by reason.
-        num_cut (`int`): rows that were longer.
+        lengths (`list[int]`): Tokens of the row.
+        supervised (`list[int]`): Tokens that carry loss.
+        eligible (`list[int]`): Positions at which an anchor may stand.
+        has_whole_block (`list[bool]`): Whether at least one block of the row has a token in each of its slots.
+        covered (`list[int]`): Tokens that carry loss in a block of the step.
+        dropped (`Counter`): Rows that training drops, by reason.
+        num_truncated (`int`): Kept rows that were longer than `max_length`.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -38,25 +38,25 @@ class RowStatistics:
     has_whole_block: list[bool] = field(default_factory=list)
     covered: list[int] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
-    num_cut: int = 0
+    num_truncated: int = 0
 
     @property
     def num_rows(self) -> int:
-        """Rows looked at, with the dropped ones."""
+        """`int`: rows that were read, the dropped ones included."""
         return len(self.lengths) + self.dropped.total()
 
     @property
     def num_without_block(self) -> int:
-        """Rows that are not dropped and in which no anchor can stand."""
+        """`int`: kept rows in which no anchor can stand."""
         return self.eligible.count(0)
 
     def add(self, rows: Iterable[Mapping[str, Any]], plan: StepPlan) -> None:
         """
-        Count further rows.
+        Add rows to the statistics.
 
         Args:
-            rows (`Iterable[Mapping]`): as [`TrainingRows`] gives them; read a few at a time.
-            plan ([`StepPlan`]): of the step.
+            rows (`Iterable[Mapping]`): Rows as [`TrainingRows`] returns them. They are read in small batches.
+            plan ([`StepPlan`]): The plan of the step.
         """
         rows = iter(rows)
         while batch := list(islice(rows, ROWS_PER_BATCH)):
@@ -64,19 +64,21 @@ class RowStatistics:
             self._add_kept([row for row in batch if not row["drop_reason"]], plan)
 
     def _add_kept(self, rows: list[Mapping[str, Any]], plan: StepPlan) -> None:
+        """Add rows that training keeps."""
         lengths = [len(row["input_ids"]) for row in rows]
-        self.num_cut += sum(row["is_cut"] for row in rows)
+        self.num_truncated += sum(row["is_truncated"] for row in rows)
         self.lengths += lengths
         self.supervised += [sum(row["supervised_mask"]) for row in rows]
         if not any(lengths):
-            for numbers in (self.eligible, self.has_whole_block, self.covered):
-                numbers += [0] * len(rows)
+            for values in (self.eligible, self.has_whole_block, self.covered):
+                values += [0] * len(rows)
             return
         batch = DFlashCollator()(rows)
         shape = batch["supervised_mask"].shape
-        every = plan.build(batch, anchors_per_sample=shape[1])
-        self.eligible += every.block_valid.view(shape).sum(1).tolist()
-        self.has_whole_block += (every.block_valid & every.slot_valid.all(-1)).view(shape).any(1).tolist()
+        all_blocks = plan.build(batch, anchors_per_sample=shape[1])
+        self.eligible += all_blocks.block_valid.view(shape).sum(1).tolist()
+        is_whole = all_blocks.block_valid & all_blocks.slot_valid.all(-1)
+        self.has_whole_block += is_whole.view(shape).any(1).tolist()
         step = plan.build(batch)
         is_covered = torch.zeros(shape, dtype=torch.bool)
         sample_rows = step.sample_rows[:, None].expand_as(step.label_positions)
@@ -85,28 +87,28 @@ class RowStatistics:
 
     def summary(self, plan: StepPlan, num_rows: int) -> list[tuple[str, str]]:
         """
-        The numbers in words.
+        Return the statistics as text.
 
         Args:
-            plan ([`StepPlan`]): of the step.
-            num_rows (`int`): of the whole data set.
+            plan ([`StepPlan`]): The plan of the step.
+            num_rows (`int`): The number of rows of the whole data set.
 
         Returns:
-            `list[tuple[str, str]]`: names and values.
+            `list[tuple[str, str]]`: Names and values.
         """
         kept, tokens, supervised = len(self.lengths), sum(self.lengths), sum(self.supervised)
         rows = f"{num_rows:,}"
         if self.num_rows < num_rows:
-            rows += f"; what follows is of {self.num_rows:,} of them, drawn at random"
+            rows += f"; the statistics below are of a random sample of {self.num_rows:,}"
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.dropped.most_common())
         return [
             ("rows", rows),
             ("rows dropped", f"{self.dropped.total():,}" + (f" ({reasons})" if reasons else "")),
-            ("rows cut", f"{self.num_cut:,}"),
-            ("tokens", f"{tokens:,}, of them {supervised:,} supervised ({_share(supervised, tokens)})"),
-            ("length of a row", _spread(self.lengths)),
-            ("supervised in a row", _spread(self.supervised)),
-            ("possible anchors in a row", _spread(self.eligible)),
+            ("rows truncated", f"{self.num_truncated:,}"),
+            ("tokens", f"{tokens:,}, of which {supervised:,} are supervised ({_share(supervised, tokens)})"),
+            ("tokens per row", _spread(self.lengths)),
+            ("supervised tokens per row", _spread(self.supervised)),
+            ("eligible anchors per row", _spread(self.eligible)),
             ("rows without a block", f"{self.num_without_block:,} ({_share(self.num_without_block, kept)})"),
             (
                 f"rows without a whole block of {plan.block_size}",
@@ -115,31 +117,20 @@ class RowStatistics:
             (
                 f"covered by step {plan.optimizer_step}",
                 f"{_share(sum(self.covered), supervised)} of the supervised tokens, by up to "
-                f"{plan.anchors_per_sample} blocks a row (seed {plan.seed})",
+                f"{plan.anchors_per_sample} blocks per row (seed {plan.seed})",
             ),
         ]
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "–"
-
-
-def _spread(values: Sequence[int]) -> str:
-    if not values:
-        return "–"
-    low, middle, high = np.percentile(values, [5, 50, 95], method="inverted_cdf").tolist()
-    return f"median {middle:,}, most between {low:,} and {high:,} (5 % and 95 %), at most {max(values):,}"
 
 
 @dataclass(frozen=True)
 class Histogram:
     """
-    Counts of whole numbers in bins of one width.
+    Counts of integers in bins of equal width.
 
     Args:
-        starts (`list[int]`): smallest value of each bin.
-        counts (`list[int]`): values in each bin.
-        width (`int`): values that a bin can tell apart.
+        starts (`list[int]`): The smallest value of each bin.
+        counts (`list[int]`): The number of values in each bin.
+        width (`int`): The number of distinct values that a bin covers.
     """
 
     starts: list[int]
@@ -152,11 +143,11 @@ class Histogram:
         Count values in bins whose width is 1, 2 or 5 times a power of ten.
 
         Args:
-            values (`Sequence[int]`): at least 0.
-            max_bins (`int`): most bins.
+            values (`Sequence[int]`): Integers that are not negative.
+            max_bins (`int`): The largest number of bins.
 
         Returns:
-            [`Histogram`]; without bins if there is no value.
+            [`Histogram`]: It has no bins if there are no values.
 
         Example:
 
@@ -180,6 +171,19 @@ class Histogram:
         return cls(starts, [counts[start] for start in starts], width)
 
     def name(self, index: int) -> str:
-        """The values of a bin."""
+        """Return the range of values of a bin as text."""
         start = self.starts[index]
         return f"{start:,}" if self.width == 1 else f"{start:,} – {start + self.width - 1:,}"
+
+
+def _share(part: int, whole: int) -> str:
+    """Return a share in percent, or a dash if the whole is 0."""
+    return f"{part / whole:.1%}" if whole else "–"
+
+
+def _spread(values: Sequence[int]) -> str:
+    """Return the median, the 5 % and 95 % quantiles and the maximum of values as text."""
+    if not values:
+        return "–"
+    low, middle, high = np.percentile(values, [5, 50, 95], method="inverted_cdf").tolist()
+    return f"median {middle:,}, 5 % to 95 % quantile {low:,} to {high:,}, maximum {max(values):,}"
