@@ -355,8 +355,8 @@ def test_a_draft_of_another_producer_is_published_in_the_native_layout(hub, tmp_
         ({"serving_repo": "org/fast"}, "no 'dflash' in its name"),
         ({"serving_repo": "dflash-team/fast"}, "no 'dflash' in its name"),
         ({"serving_repo": "a/b/my-DFlash"}, "Repo id"),
-        ({"repo_id": "org/DFlash-x", "serving_repo": "org/DFlash-x"}, "a repository of its own"),
-        ({"repo_id": "writer/x-DFlash", "serving_repo": "x-DFlash"}, "a repository of its own"),
+        ({"repo_id": "org/DFlash-x", "serving_repo": "org/DFlash-x"}, "Use another repository for the serving layout"),
+        ({"repo_id": "writer/x-DFlash", "serving_repo": "x-DFlash"}, "Use another repository for the serving layout"),
         ({"target_name": "/somewhere/target"}, "target_name='/somewhere/target' is no name on the Hub"),
         ({"target_name": "./target"}, "no name on the Hub"),
         ({"draft": "tests"}, "holds no config.json"),
@@ -555,8 +555,8 @@ def test_the_command_pushes_a_folder_and_prints_where_it_is(hub, tmp_path, monke
     options = ["--target-name", "org/target", "--serving-repo", "org/my-draft-DFlash", "--private"]
     assert push(monkeypatch, tmp_path / "draft", "org/my-draft", *options) == 0
     printed = capsys.readouterr().out
-    assert f"native layout: {hub.url}/org/my-draft\n" in printed
-    assert f"serving layout: {hub.url}/org/my-draft-DFlash\n" in printed
+    assert f"Pushed the native layout to {hub.url}/org/my-draft\n" in printed
+    assert f"Pushed the serving layout to {hub.url}/org/my-draft-DFlash\n" in printed
     config = json.loads(hub.repositories["org/my-draft"].files()["config.json"])
     assert config["target_name_or_path"] == "org/target"
     assert all(repository.private for repository in hub.repositories.values())

@@ -27,4 +27,4 @@ def push(
     console.print(f"Pushing the draft in {folder} ...", soft_wrap=True)
     commits = publish_draft(folder, repo, serving_repo=serving_repo, target_name=target_name, private=private or None)
     for layout, commit in zip(("native", "serving"), commits.values(), strict=False):
-        console.print(f"Pushed the {layout} layout to {commit.repo_url}.", soft_wrap=True)
+        console.print(f"Pushed the {layout} layout to {commit.repo_url}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Share a draft through the Hub: its own files and its card, and nothing that a training run leaves beside them."""
+"""Pushes a draft to the Hub: its files and its card, without other files of a training run."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ WEIGHT_PATTERNS = ["model*.safetensors", INDEX]
 
 def draft_files(folder: str | os.PathLike[str]) -> list[str]:
     """
-    Name the files of a folder that belong to the draft saved in it.
+    List the files of a folder that belong to the draft saved in it.
 
     Args:
-        folder (`str` or `PathLike`): where a draft was saved, in any layout.
+        folder (`str` or `PathLike`): The folder in which a draft was saved, in any layout.
 
     Returns:
-        `list[str]`: configuration and weights; source files, card, its facts and its pictures, where they are there.
-        Whatever else is in the folder is not named.
+        `list[str]`: configuration and weights, and where they exist the source files and the card with its facts and
+        pictures. No other file of the folder is listed.
 
     Raises:
-        OSError: configuration or weights are missing or damaged, or an index names a file outside the folder.
+        OSError: Configuration or weights are missing or damaged, or an index names a file outside the folder.
     """
     folder = Path(folder)
     read_json(folder / CONFIG_NAME)
@@ -62,7 +62,7 @@ def draft_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _card_files(folder: Path) -> list[str]:
-    """The card, if there is one, the facts that it is written from, and the pictures that it shows."""
+    """List the card, if there is one, with the file of its facts and the pictures that it shows."""
     card = folder / CARD_NAME
     if not card.is_file():
         return []
@@ -72,14 +72,14 @@ def _card_files(folder: Path) -> list[str]:
 
 def check_target_name(config: DFlashConfig, target_name: str | None = None) -> None:
     """
-    Refuse to share a draft whose target nobody else could find.
+    Refuse to push a draft whose target nobody else could find.
 
     Args:
-        config ([`DFlashConfig`]): of the draft.
-        target_name (`str`, *optional*): a Hub name that is to stand in its place.
+        config ([`DFlashConfig`]): The draft's configuration.
+        target_name (`str`, *optional*): A Hub name that replaces the one in the configuration.
 
     Raises:
-        ValueError: no target is named, or a folder of this machine is.
+        ValueError: The target has no name, or its name is that of a local folder.
     """
     name = target_name or config.target_name_or_path or ""
     try:
@@ -90,42 +90,42 @@ def check_target_name(config: DFlashConfig, target_name: str | None = None) -> N
     if not is_hub_name:
         source = "target_name" if target_name is not None else "The draft's target_name_or_path"
         raise ValueError(
-            f"{source}={name or None!r} is no name on the Hub (or a folder here, too): whoever pulls the draft could "
-            "not load its target. Give target_name='org/model' (dflash-hf push --target-name org/model), or set "
-            "draft.config.target_name_or_path to a name on the Hub before training."
+            f"{source}={name or None!r} is no name on the Hub, or it is also a local folder. Whoever downloads the "
+            "draft must be able to load its target. Pass target_name='org/model' (dflash-hf push --target-name "
+            "org/model), or set draft.config.target_name_or_path to a name on the Hub before training."
         )
 
 
 def check_pushing_run(config: DFlashConfig, hub_strategy: HubStrategy) -> None:
     """
-    Check before a training run what its pushes need, and say what they leave out.
+    Check before a training run that its checkpoints can be pushed, and log which files are not pushed.
 
     Args:
-        config ([`DFlashConfig`]): of the draft.
-        hub_strategy (`HubStrategy`): of the training arguments.
+        config ([`DFlashConfig`]): The draft's configuration.
+        hub_strategy (`HubStrategy`): The strategy in the training arguments.
 
     Raises:
-        ValueError: the draft's target is none on the Hub.
+        ValueError: The draft's target is not on the Hub.
     """
     check_target_name(config)
     if hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         logger.warning(
-            f"hub_strategy={hub_strategy.value!r} pushes drafts and cards only: the states of optimizer and random "
-            "generators are pickles, which stay in output_dir and are never pushed. Resume from there."
+            f"hub_strategy={hub_strategy.value!r} pushes only drafts and cards. The states of the optimizer and of "
+            "the random generators are pickles, which are never pushed. Resume from output_dir, where they stay."
         )
 
 
 def check_repo_names(repo_id: str, serving_repo: str | None) -> None:
     """
-    Check the names of the repositories that a draft is to be pushed to.
+    Check the names of the repositories to which a draft is pushed.
 
     Args:
-        repo_id (`str`): of the native layout.
-        serving_repo (`str`, *optional*): of the serving layout.
+        repo_id (`str`): The repository of the native layout.
+        serving_repo (`str`, *optional*): The repository of the serving layout.
 
     Raises:
-        ValueError: a name is none that the Hub takes, both are one, or a server would not know the serving layout by
-            its name.
+        ValueError: The Hub does not allow a name, both names are equal, or vLLM would not recognise the serving layout
+            by its name.
     """
     validate_repo_id(repo_id)
     if serving_repo is None:
@@ -133,13 +133,13 @@ def check_repo_names(repo_id: str, serving_repo: str | None) -> None:
     validate_repo_id(serving_repo)
     if serving_repo == repo_id:
         raise ValueError(
-            f"serving_repo={serving_repo!r} is the repository of the native layout, too: both have a config.json. "
-            "Give the serving layout a repository of its own."
+            f"serving_repo={serving_repo!r} is also the repository of the native layout, but each layout has a "
+            "config.json of its own. Use another repository for the serving layout."
         )
     if "dflash" not in serving_repo.rpartition("/")[2].lower():
         raise ValueError(
-            f"serving_repo={serving_repo!r} has no 'dflash' in its name: vLLM knows the method of a draft by that "
-            f"part of its path. Call it {serving_repo}-DFlash, for example."
+            f"serving_repo={serving_repo!r} has no 'dflash' in its name, by which vLLM recognises the method of a "
+            f"draft. Choose another name, for example {serving_repo}-DFlash."
         )
 
 
@@ -155,37 +155,38 @@ def upload_draft(
     create_pr: bool = False,
 ) -> CommitInfo:
     """
-    Upload the files of a saved draft, and only those, in one commit.
+    Upload only the files of a saved draft, in one commit.
 
-    Weight files of an earlier push that are no longer part of the draft are deleted: a `model.safetensors` left beside
-    new shards would be loaded in their place. A README that was edited on the Hub is kept, unless the one in the
-    folder is edited, too.
+    Weight files of an earlier push that are no longer part of the draft are deleted, because a `model.safetensors`
+    beside new shards would be loaded instead of them. A README that was edited on the Hub is kept, unless the one in
+    the folder was edited as well.
 
     Args:
-        folder (`str` or `PathLike`): where the draft was saved.
-        repo_id (`str`): an existing repository.
-        path_in_repo (`str`, *optional*): folder in the repository; default: its root.
-        token (`str` or `bool`, *optional*): of a user who may write there; default: the one that is logged in.
-        revision (`str`, *optional*): branch to push to, made if need be; default: `"main"`.
-        commit_message, commit_description (`str`, *optional*): of the commit.
-        create_pr (`bool`, defaults to `False`): open a pull request instead.
+        folder (`str` or `PathLike`): The folder in which the draft was saved.
+        repo_id (`str`): An existing repository.
+        path_in_repo (`str`, *optional*): A folder in the repository, by default its root.
+        token (`str` or `bool`, *optional*): The token of a user with write access, by default that of the login.
+        revision (`str`, *optional*): The branch to push to, by default `"main"`. It is created if necessary.
+        commit_message, commit_description (`str`, *optional*): Title and description of the commit.
+        create_pr (`bool`, defaults to `False`): Whether to open a pull request instead of a commit.
 
     Returns:
         `CommitInfo`
 
     Raises:
-        OSError: the folder holds no draft, or the Hub refuses (`HfHubHTTPError`).
+        OSError: The folder contains no draft, or the Hub refuses the upload (`HfHubHTTPError`).
     """
     folder = Path(folder)
     files = draft_files(folder)
-    with _hub_in_reach():
+    with _clear_hub_errors():
         if revision is not None and not revision.startswith("refs/"):
             create_branch(repo_id, branch=revision, token=token, exist_ok=True)
         if CARD_NAME in files and is_own_card((folder / CARD_NAME).read_text(encoding="utf-8")):
             there = f"{path_in_repo}/{CARD_NAME}" if path_in_repo else CARD_NAME
             if _is_edited_there(repo_id, there, token=token, revision=revision):
                 logger.warning(
-                    f"The README of {repo_id} was edited there and is kept. Delete it there to get the new card."
+                    f"The README of {repo_id} was edited there and is kept. Delete it there and push again to get the "
+                    "new card."
                 )
                 files = [name for name in files if name not in _card_files(folder)]
         return upload_folder(
@@ -203,6 +204,7 @@ def upload_draft(
 
 
 def _is_edited_there(repo_id: str, path: str, **kwargs: Any) -> bool:
+    """Tell whether the README of a repository exists and was edited by hand."""
     try:
         card = hf_hub_download(repo_id, path, **kwargs)
     except RemoteEntryNotFoundError:
@@ -212,16 +214,16 @@ def _is_edited_there(repo_id: str, path: str, **kwargs: Any) -> bool:
 
 def upload_in_background(folder: str | os.PathLike[str], repo_id: str, **kwargs: Any) -> Future[CommitInfo]:
     """
-    Upload a draft while the program goes on; the folder may change or go at once, since a copy is uploaded.
+    Upload a draft in a background thread. The upload is of a copy, so that the folder may change immediately.
 
     Args:
-        folder (`str` or `PathLike`), repo_id (`str`), **kwargs: as in [`upload_draft`].
+        folder (`str` or `PathLike`), repo_id (`str`), **kwargs: As in [`upload_draft`].
 
     Returns:
-        `Future`: of the `CommitInfo`. A failure is logged, too.
+        `Future[CommitInfo]`. A failure is also logged.
 
     Raises:
-        OSError: the folder holds no draft.
+        OSError: The folder contains no draft.
     """
     copy = TemporaryDirectory(dir=Path(folder).parent, prefix="_push-")
     _copy_files(draft_files(folder), Path(folder), Path(copy.name))
@@ -238,6 +240,7 @@ def upload_in_background(folder: str | os.PathLike[str], repo_id: str, **kwargs:
 
 
 def _copy_files(names: list[str], source: Path, destination: Path) -> None:
+    """Copy files from one folder to another."""
     for name in names:
         shutil.copyfile(source / name, destination / name)
 
@@ -256,21 +259,21 @@ def push_draft(
     tags: str | list[str] | None = None,
 ) -> CommitInfo:
     """
-    Push a draft in the native layout with its card: what `draft.push_to_hub` does.
+    Push a draft in the native layout with its card. `draft.push_to_hub` calls this function.
 
     Args:
-        draft ([`DFlashDraftModel`]): what to push.
-        repo_id (`str`): its repository; made if need be.
-        max_shard_size (`int` or `str`, defaults to `"50GB"`): of a weight file; a larger draft is split.
-        tags (`str` or `list[str]`, *optional*): further tags of the card.
-        private, token: as in [`publish_draft`].
-        commit_message, commit_description, revision, create_pr: as in [`upload_draft`].
+        draft ([`DFlashDraftModel`]): The draft.
+        repo_id (`str`): Its repository, which is created if necessary.
+        max_shard_size (`int` or `str`, defaults to `"50GB"`): Maximum size of a weight file. A larger draft is split.
+        tags (`str` or `list[str]`, *optional*): Further tags for the card.
+        private, token: As in [`publish_draft`].
+        commit_message, commit_description, revision, create_pr: As in [`upload_draft`].
 
     Returns:
         `CommitInfo`
 
     Raises:
-        OSError: the Hub refuses (`HfHubHTTPError`).
+        OSError: The Hub refuses the upload (`HfHubHTTPError`).
     """
     try:
         check_target_name(draft.config)
@@ -278,7 +281,7 @@ def push_draft(
         logger.warning(str(error))
     with TemporaryDirectory() as folder:
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
-        with _hub_in_reach():
+        with _clear_hub_errors():
             repository = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         all_tags = [*(draft.model_tags or []), *([tags] if isinstance(tags, str) else tags or [])]
         card = replace(DraftCard.from_folder(folder), title=repository.rpartition("/")[2], native_repo=repository)
@@ -306,35 +309,36 @@ def publish_draft(
     commit_message: str | None = None,
 ) -> dict[str, CommitInfo]:
     """
-    Push a draft to the Hub, and on request also the layout that serving engines load, each with its card.
+    Push a draft and its card to the Hub, optionally also in the layout of serving engines.
 
-    Both folders are written and both repositories are at hand before the first file goes up.
+    Both folders are written and both repositories exist before the first file is uploaded.
 
     Args:
         draft ([`DFlashDraftModel`], `str` or `PathLike`):
-            The draft, or the folder it is saved in; the folder's card comes along.
+            The draft, or the folder in which it is saved, whose card is pushed with it.
         repo_id (`str`):
-            Repository of the native layout, for transformers; made if need be.
+            Repository of the native layout, for transformers. It is created if necessary.
         serving_repo (`str`, *optional*):
             Repository of the layout for vLLM and SGLang, with "dflash" in its name.
         target_name (`str`, *optional*):
-            Hub name of the target, written into what is pushed. Needed if the draft names its target by a folder.
+            Hub name of the target, which is written into the pushed files. It is needed if the draft names its target
+            by a folder.
         private (`bool`, *optional*):
-            Make new repositories private; those that exist stay as they are.
+            Whether new repositories are private. Existing ones do not change.
         token (`str` or `bool`, *optional*):
-            Of a user who may write to both; default: the one that is logged in.
+            The token of a user with write access to both, by default that of the login.
         revision (`str`, *optional*):
-            Branch of both to push to, made if need be; default: `"main"`.
+            The branch of both to push to, by default `"main"`. It is created if necessary.
         commit_message (`str`, *optional*):
-            Of both commits.
+            Title of both commits.
 
     Returns:
-        `dict[str, CommitInfo]`: by the full name of the repository, the native one first.
+        `dict[str, CommitInfo]`: the commits under the full names of the repositories, the native one first.
 
     Raises:
-        ValueError: a name is not usable, the draft's target is none on the Hub, or a layout cannot hold the draft.
-        OSError: the folder holds no draft or a damaged one, or the Hub refuses (`HfHubHTTPError`).
-        RuntimeError: the native layout is up and the serving layout is not.
+        ValueError: A name is not allowed, the draft's target is not on the Hub, or a layout cannot express the draft.
+        OSError: The folder contains no draft or a damaged one, or the Hub refuses the upload (`HfHubHTTPError`).
+        RuntimeError: The native layout was pushed and the serving layout could not be.
     """
     check_repo_names(repo_id, serving_repo)
     with TemporaryDirectory() as temporary:
@@ -343,7 +347,7 @@ def publish_draft(
             source, loaded = native, draft
         else:
             source = Path(draft)
-            draft_files(source)  # a folder, not a name on the Hub
+            draft_files(source)  # This raises an error if it is a Hub name instead of a folder.
             loaded = DFlashDraftModel.from_pretrained(source, target=False)
         config: DFlashConfig = loaded.config
         check_target_name(config, target_name)
@@ -361,7 +365,7 @@ def publish_draft(
         folders = {native_repo: native}
         if serving_repo is not None:
             serving_repo = _repository(serving_repo, private, token)
-            check_repo_names(native_repo, serving_repo)  # full names may be equal where those given are not
+            check_repo_names(native_repo, serving_repo)  # Different short names may have equal full names.
             folders[serving_repo] = serving
         target_id = target_name or given_name
         card = replace(
@@ -369,7 +373,7 @@ def publish_draft(
         )
         for repository, folder in folders.items():
             if folder != source:
-                _copy_files(_card_files(source), source, folder)  # kept if somebody has edited it
+                _copy_files(_card_files(source), source, folder)  # A card that was edited by hand is kept.
             write_model_card(folder, replace(card, title=repository.rpartition("/")[2]))
         commits: dict[str, CommitInfo] = {}
         for repository, folder in folders.items():
@@ -381,34 +385,34 @@ def publish_draft(
                 if not commits:
                     raise
                 raise RuntimeError(
-                    f"The native layout is up at {commits[native_repo].repo_url}, but the serving layout "
-                    f"could not be pushed to {repository}: {' '.join(str(error).split())} Push again when that is "
-                    "mended; weights that are up are not sent a second time."
+                    f"The native layout is up at {commits[native_repo].repo_url}, but the serving layout could not be "
+                    f"pushed to {repository}: {' '.join(str(error).split())} Push again when the cause is removed. "
+                    "Weights that were uploaded are not sent a second time."
                 ) from error
         return commits
 
 
 def _repository(name: str, private: bool | None, token: str | bool | None) -> str:
-    """The full name of a repository to which this user may write; it is made if need be."""
-    with _hub_in_reach():
+    """Create a repository if necessary, check the user's write access, and return its full name."""
+    with _clear_hub_errors():
         full_name = create_repo(name, private=private, token=token, exist_ok=True).repo_id
         auth_check(full_name, token=token, write=True)
     return full_name
 
 
 @contextmanager
-def _hub_in_reach() -> Iterator[None]:
-    """Inside the context a missing login says what to do, and a broken connection is an `OSError`, too."""
+def _clear_hub_errors() -> Iterator[None]:
+    """Turn a missing login into an error that says what to do, and a broken connection into an `OSError`."""
     try:
         yield
     except HfHubHTTPError as error:
         if error.response.status_code != 401:
             raise
         raise PermissionError(
-            f"The Hub does not know who is pushing: {' '.join(str(error).split())} Log in with hf auth login, or give "
-            "a token that may write there."
+            f"The Hub does not accept the login: {' '.join(str(error).split())} Pushing needs a user with write "
+            "access. Log in with hf auth login, or pass a token."
         ) from error
     except HTTPError as error:
         raise ConnectionError(
-            f"The Hub at {constants.ENDPOINT} cannot be reached: {error}. Look at the network, and push again."
+            f"The Hub at {constants.ENDPOINT} cannot be reached: {error}. Check the network, and push again."
         ) from error
