@@ -126,7 +126,7 @@ def check_decoding_guide(names: dict[str, Any]) -> None:
 
 def check_data_guide(names: dict[str, Any]) -> None:
     assert names["written"] == "It is 4.<|end|>"
-    assert names["progress"].num_answered == 1
+    assert names["progress"].num_completed == 1
 
 
 def check_sharing_guide(names: dict[str, Any]) -> None:
