@@ -186,7 +186,7 @@ def test_what_is_wrong_is_one_line_before_anything_runs(run, pair, own, saved_ta
         assert not out.exists()
         return error_line(err)
 
-    assert "--suite 'gsm9k' is not known. Name standard" in refused("--suite", "gsm9k")
+    assert "--suite 'gsm9k' is not known. Pass standard" in refused("--suite", "gsm9k")
     assert "no math500.jsonl for the set 'math500'" in refused("--prompts-folder", folder)
     assert "limit=0 must be at least 1" in refused("--prompts", own, "--limit", 0)
     assert "--temperatures '0;1': '0;1' is no value" in refused("--prompts", own, "--temperatures", "0;1")

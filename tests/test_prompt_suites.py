@@ -87,7 +87,8 @@ def test_prompts_of_the_hub_are_worded_and_turns_are_left_as_they_are(monkeypatc
 
 
 def test_an_unknown_suite_is_refused_with_those_that_are_known(tmp_path):
-    with pytest.raises(ValueError, match=r"--suite 'gsm9k' is not known\. Name standard \(gsm8k, .* --prompts FILE"):
+    message = r"--suite 'gsm9k' is not known\. Pass standard, which consists of gsm8k, .* --prompts FILE"
+    with pytest.raises(ValueError, match=message):
         load_prompt_sets(["gsm9k"], folder=tmp_path)
 
 

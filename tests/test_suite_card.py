@@ -37,7 +37,7 @@ def test_the_table_has_a_row_for_each_set_and_setting_and_says_what_the_numbers_
     part = section(content)
     assert "| GSM8K | greedy, batch 1 | 2.35 | 2.10 – 2.60 | 1.51× | 31% | 16 |" in part
     assert "| MT-Bench | T = 1, batch 1 | – | – | 0.90× | – | 16 (32 turns) |" in part
-    for words in ("bonus token counted", "4 is perfect", "160 new tokens", "bfloat16", "one GPU; torch 2.14",
+    for words in ("bonus token counts", "4 is perfect", "160 new tokens", "bfloat16", "one GPU; torch 2.14",
                   "**Several processes.**", "`dflash-hf eval --draft my-draft`"):  # fmt: skip
         assert words in part
     assert "![" not in part

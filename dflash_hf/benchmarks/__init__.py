@@ -1,1 +1,1 @@
-"""Timings of training steps, of decoding and of regeneration."""
+"""Benchmarks of training steps, of decoding and of regeneration."""

@@ -1,21 +1,26 @@
-"""Shapes of a benchmarked training step. No torch, so that the command shows its help at once."""
+"""Shapes of a benchmarked training step. This module does not import torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+PHASES = ("target", "forward", "loss", "backward", "optimizer")
+
 
 @dataclass(frozen=True)
 class StepShapes:
     """
-    Shapes of a training step; the defaults are those of SmolLM2-135M with a draft of three layers.
+    Shapes of a training step. The defaults are those of SmolLM2-135M with a draft of three layers.
 
     Args:
-        rows, length, anchors (`int`): rows a step, tokens a row, blocks a row.
-        documents (`int`): equally long documents packed into each row.
-        block_size, layers, num_target_layers (`int`): of the draft.
-        hidden_size, intermediate_size, heads, kv_heads, head_dim, vocab_size (`int`): of target and draft.
-        target_layers (`int`): depth of the target; 0 takes random hidden states instead of running one.
+        rows (`int`, defaults to 4): rows per step.
+        length (`int`, defaults to 384): tokens per row.
+        anchors (`int`, defaults to 64): blocks per row.
+        documents (`int`, defaults to 1): equally long documents that are packed into each row.
+        block_size, layers, num_target_layers (`int`): slots per block, layers of the draft, and target layers that it
+            reads.
+        hidden_size, intermediate_size, heads, kv_heads, head_dim, vocab_size (`int`): sizes of target and draft.
+        target_layers (`int`, defaults to 30): layers of the target. With 0, random hidden states replace it.
     """
 
     rows: int = 4
@@ -35,7 +40,7 @@ class StepShapes:
 
     @property
     def matrix_flops(self) -> float:
-        """Floating-point operations of the draft's and head's matrix products in a step, forward and backward."""
+        """`float`: floating-point operations of all matrix products of draft and head in a step, backward included."""
         context, slots = self.rows * self.length, self.rows * self.anchors * self.block_size
         head_width, key_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         slot_weights = self.hidden_size * (2 * head_width + 2 * key_width + 3 * self.intermediate_size)
@@ -46,7 +51,7 @@ class StepShapes:
             + context * self.num_target_layers * self.hidden_size**2
         )
         supervised = slots * (self.block_size - 1) / self.block_size
-        # forward and two products in backward; the frozen head has forward and one
+        # a weight has one product in forward and two in backward; the frozen head has one in backward
         return 2 * (3 * multiplications + 2 * supervised * self.vocab_size * self.hidden_size)
 
 
@@ -66,6 +71,3 @@ SHAPES = {
         target_layers=0,
     ),
 }
-
-
-PHASES = ("target", "forward", "loss", "backward", "optimizer")

@@ -1,4 +1,4 @@
-"""Time and memory of a training step, by phase, beside a plain implementation of the same step."""
+"""Benchmark of a training step: time by phase and peak memory, compared with a plain implementation."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ..model.modeling_dflash import DFlashDraftModel
 from ..target.hidden_states import target_hidden_states
 from .shapes import PHASES, StepShapes
 
-STAND_IN_LAYERS = 8  # of a target that only gives embedding and head
+STAND_IN_LAYERS = 8  # layers of a target that only provides embedding and head
 
 
 @dataclass
 class StepMeasurement:
     """
-    One implementation's steps.
+    Measured steps of one implementation.
 
     Args:
-        phase_s (`dict[str, float]`): median wall seconds of each of the phases; `plan` is inside `loss`.
-        draft_s (`float`): median wall seconds of draft forward, loss and backward together.
-        draft_cpu_s (`float`): the same in process CPU seconds, which other load disturbs less.
-        peak_bytes (`int`): high-water mark of memory in the steps, beyond models, optimizer and inputs.
-        losses (`list[float]`): of each step, the same for every implementation.
+        phase_s (`dict[str, float]`): median wall seconds of each phase. The phase `loss` contains the block plan.
+        draft_s (`float`): median wall seconds of forward, loss and backward of the draft together.
+        draft_cpu_s (`float`): the same in CPU seconds of the process, which other load disturbs less.
+        peak_bytes (`int`): greatest memory during the steps, minus that of models, optimizer and inputs.
+        losses (`list[float]`): loss of each step, which is the same for every implementation.
     """
 
     phase_s: dict[str, float]
@@ -48,23 +48,27 @@ class StepMeasurement:
 
 
 class _Clock:
+    """Seconds of the phases of one step."""
+
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds = device, dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds inside the context to a phase."""
         start = self._now()
         yield
         self.seconds[name] += self._now() - start
 
     def _now(self) -> float:
+        """Read the clock after the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
 class _Step:
-    """One training step at given shapes, ours or the plain one."""
+    """A training step with given shapes, of this package (`"ours"`) or of the plain implementation (`"reference"`)."""
 
     def __init__(self, shapes: StepShapes, implementation: str, device: str, block_attention: str) -> None:
         self.shapes, self.implementation, self.device = shapes, implementation, torch.device(device)
@@ -92,7 +96,7 @@ class _Step:
                 mask_token_id=shapes.vocab_size - 1,
             ).train()
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=1e-4)
-        for parameter in self.draft.parameters():  # its moments, made before memory is measured
+        for parameter in self.draft.parameters():  # this creates the optimizer state before memory is measured
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -110,18 +114,21 @@ class _Step:
         self.start_bytes = self._memory_bytes(peak=False)
 
     def _memory_bytes(self, *, peak: bool) -> int:
+        """Return the memory of the device, or of the process on a CPU, now or at its peak."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
         if not peak:
             return psutil.Process().memory_info().rss
-        import resource  # not on every system
+        import resource  # Windows does not have this module
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def peak_bytes(self) -> int:
+        """Return the peak memory above that before the first step."""
         return self._memory_bytes(peak=True) - self.start_bytes
 
     def run(self) -> dict[str, Any]:
+        """Run one step, and return its measurements."""
         clock = _Clock(self.device)
         states = self.states
         if states is None:
@@ -141,6 +148,7 @@ class _Step:
         return {"phases": clock.seconds, "draft_cpu_s": cpu_s, "loss": loss.item(), "peak_bytes": self.peak_bytes()}
 
     def _plan(self) -> DFlashBatchPlan:
+        """Sample the anchors of the step."""
         return build_dflash_batch_plan(
             self.valid,
             torch.arange(self.shapes.rows, device=self.device),
@@ -153,6 +161,8 @@ class _Step:
         )
 
     def _our_loss(self, states: torch.Tensor, clock: _Clock) -> torch.Tensor:
+        """Compute the loss as the trainer does."""
+
         def forward(**kwargs: Any) -> Any:
             with clock.phase("forward"), torch.autocast(self.device.type, torch.bfloat16):
                 return self.draft(**kwargs)
@@ -167,7 +177,7 @@ class _Step:
         return loss
 
     def _plain_loss(self, states: torch.Tensor, clock: _Clock) -> torch.Tensor:
-        """The same loss without tricks: a dense mask, all logits at once, autograd through everything."""
+        """Compute the same loss with a dense mask, all logits at once, and autograd through everything."""
         plan = self._plan()
         with clock.phase("forward"), torch.autocast(self.device.type, torch.bfloat16):
             hidden_states = block_hidden_states(
@@ -185,6 +195,7 @@ class _Step:
 
 
 def _serve(pipe: Connection, shapes: StepShapes, implementation: str, kwargs: dict[str, Any]) -> None:
+    """Run steps in a process of its own whenever the pipe asks for one."""
     threads = kwargs.pop("threads")
     if threads is not None:
         torch.set_num_threads(threads)
@@ -204,18 +215,20 @@ def measure_steps(
     threads: int | None = None,
 ) -> dict[str, StepMeasurement]:
     """
-    Time training steps, each implementation in a process of its own, taking turns.
+    Measure training steps.
+
+    Each implementation runs in a process of its own, and the processes alternate step by step.
 
     Args:
-        shapes ([`StepShapes`]): of target, draft and batch; all weights are random.
-        steps (`int`, defaults to 5): timed steps, after one that warms up.
-        against_reference (`bool`, defaults to `False`): also run the plain implementation.
-        device (`str`, defaults to `"cpu"`): where to run.
-        block_attention (`str`, defaults to `"auto"`): as in [`DFlashTrainingArguments`].
-        threads (`int`, *optional*): of each process on a CPU.
+        shapes ([`StepShapes`]): shapes of target, draft and batch. All weights are random.
+        steps (`int`, defaults to 5): number of timed steps, after a warm-up step.
+        against_reference (`bool`, defaults to `False`): measure the plain implementation, too.
+        device (`str`, defaults to `"cpu"`): device of the models.
+        block_attention (`str`, defaults to `"auto"`): see [`DFlashTrainingArguments`].
+        threads (`int`, *optional*): number of CPU threads of each process.
 
     Returns:
-        `dict`: `"ours"` and, if asked for, `"reference"` to [`StepMeasurement`].
+        `dict[str, StepMeasurement]`: measurements of `"ours"`, and of `"reference"` with `against_reference=True`.
     """
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
@@ -237,6 +250,7 @@ def measure_steps(
 
 
 def _summarize(records: list[dict[str, Any]]) -> StepMeasurement:
+    """Compute the medians over all steps but the first."""
     timed = records[1:]
     return StepMeasurement(
         phase_s={name: statistics.median(record["phases"][name] for record in timed) for name in PHASES},

@@ -126,11 +126,12 @@ class MeasuredSuite:
         lines += [f"| {' | '.join(row.cells())} |" for row in self.rows]
         parts = [
             "\n".join(lines),
-            f"Acceptance length: tokens committed per verify pass, the target's bonus token counted (1 is useless, "
-            f"{self.block_size} is perfect), over all passes of a set; its interval is a bootstrap over prompts. "
-            "Speed-up: median over the prompts of tokens/s with the draft over tokens/s without, prefill included. "
-            "Identical: greedy answers with the same token ids without and with the draft, in the dtype of the run "
-            f"(not defined for sampling). At most {self.max_new_tokens} new tokens, {one_line(self.dtype)}, "
+            "The acceptance length is the mean number of tokens that a verify pass with a draft commits. The target's "
+            f"bonus token counts, so 1 is useless and {self.block_size} is perfect. The mean is over all such passes "
+            "of a set, and its interval is a bootstrap over prompts. The speed-up is the median over the prompts of "
+            "tokens/s with the draft divided by tokens/s without it, prefill included. Identical are greedy responses "
+            "with the same token ids without and with the draft, in the dtype of the run; for sampling this is not "
+            f"defined. At most {self.max_new_tokens} new tokens, {one_line(self.dtype)}, "
             f"{one_line(self.verified_slots)} slots verified, seed {format_fact(self.seed)}; "
             f"{one_line('; '.join(self.machines) or format_fact(None))}.",
             *([f"**{one_line(self.note)}**"] if self.note else []),

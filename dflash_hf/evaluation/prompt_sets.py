@@ -1,4 +1,4 @@
-"""Prompt sets that drafts are judged on, from a folder or the Hub, as conversations."""
+"""Prompt sets of an evaluation, which are read from the Hub or from files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class HubPrompts:
     A public set of prompts on the Hub.
 
     Args:
-        title (`str`): its name in words.
-        dataset (`str`), config (`str`, *optional*), split (`str`): where it is.
-        column (`str`): holds the prompt, a text or the texts of several turns.
-        wording (`str`): what the user says, `{}` being the prompt.
+        title (`str`): title of the set in tables.
+        dataset (`str`), config (`str`, *optional*), split (`str`): where the Hub has it.
+        column (`str`): column of the prompt, which is a text or a list with the text of each turn.
+        wording (`str`, defaults to `"{}"`): the user message, in which `{}` stands for the prompt.
     """
 
     title: str
@@ -38,7 +38,7 @@ class HubPrompts:
 
     @property
     def source(self) -> str:
-        """`str`: where the prompts come from, in words."""
+        """`str`: description of where the prompts come from."""
         return ", ".join(part for part in (self.dataset, self.config, self.split) if part)
 
 
@@ -58,12 +58,12 @@ class PromptSet:
     Conversations that are measured together.
 
     Args:
-        name (`str`): short name.
-        title (`str`): in tables.
-        source (`str`): where they come from, without a path.
-        wording (`str`): what the user says, `{}` being the prompt of the source.
-        num_available (`int`): prompts of the source, of which the conversations were drawn.
-        conversations (`tuple[Conversation, ...]`): at least one.
+        name (`str`): short name of the set.
+        title (`str`): title of the set in tables.
+        source (`str`): description of where the prompts come from, without a path.
+        wording (`str`): the user message, in which `{}` stands for the prompt of the source.
+        num_available (`int`): number of prompts of the source, from which the conversations were chosen.
+        conversations (`tuple[Conversation, ...]`): the conversations, at least one.
     """
 
     name: str
@@ -75,12 +75,12 @@ class PromptSet:
 
     @property
     def num_turns(self) -> int:
-        """`int`: answers that all conversations ask for."""
+        """`int`: number of turns of all conversations."""
         return sum(len(conversation.turns) for conversation in self.conversations)
 
     @property
     def digest(self) -> str:
-        """`str`: of the conversations in their order."""
+        """`str`: digest of the conversations in their order."""
         ids = "".join(conversation.conversation_id for conversation in self.conversations)
         return digest(ids)
 
@@ -98,17 +98,18 @@ def load_prompt_sets(
 
     Args:
         suites (`Sequence[str]`): names of suites or sets.
-        prompt_files (`Sequence[str | Path]`): JSON-lines or Parquet files; each is a set, named by its stem.
-        folder (`str` or `Path`, *optional*): holds `NAME.jsonl` for each set, with the turns as the user says them;
-            without it the sets come from the Hub.
-        limit (`int`, *optional*, defaults to 128): conversations a set, drawn at random; `None` takes all.
-        seed (`int`, defaults to 0): of the draw.
+        prompt_files (`Sequence[str | Path]`): JSON-lines or Parquet files. Each is a set with the stem of the file as
+            its name.
+        folder (`str` or `Path`, *optional*): folder with a file `NAME.jsonl` for each set, whose turns are complete
+            user messages. Without it the sets are read from the Hub.
+        limit (`int`, *optional*, defaults to 128): number of conversations per set, chosen at random; `None` takes
+        all. seed (`int`, defaults to 0): seed of the choice.
 
     Returns:
-        `list[PromptSet]`: in the order named.
+        `list[PromptSet]`: sets in the order of the arguments.
 
     Raises:
-        ValueError: a name is unknown or there twice, or a prompt is empty.
+        ValueError: a name is unknown or used twice, or a prompt is empty.
         FileNotFoundError: a file is missing.
         OSError: the Hub cannot be read.
     """
@@ -116,28 +117,33 @@ def load_prompt_sets(
     for suite in suites:
         if suite not in SUITES and suite not in HUB_PROMPTS:
             raise ValueError(
-                f"--suite {suite!r} is not known. Name {', '.join(SUITES)} ({', '.join(HUB_PROMPTS)} together) or one "
-                "of its sets; prompts of your own go with --prompts FILE."
+                f"--suite {suite!r} is not known. Pass {', '.join(SUITES)}, which consists of "
+                f"{', '.join(HUB_PROMPTS)}, or one of these sets. Pass prompts of your own with --prompts FILE."
             )
         names.update(dict.fromkeys(SUITES.get(suite, (suite,))))
     sets = [_named_set(name, folder, limit, seed) for name in names]
     for file in map(Path, prompt_files):
         if file.stem in names:
-            raise ValueError(f"--prompts {file} has the name of another set, {file.stem!r}. Rename the file.")
+            raise ValueError(
+                f"--prompts {file} has the name of another set, {file.stem!r}, and names must differ. Rename the file."
+            )
         names[file.stem] = None
         sets.append(_set_of_file(file.stem, file.stem, file, limit, seed))
     if not sets:
-        raise ValueError("There is nothing to measure. Name a suite or a file of prompts.")
+        raise ValueError(
+            "There is nothing to measure, since neither a suite nor a file of prompts was passed. Pass one of them."
+        )
     return sets
 
 
 def _named_set(name: str, folder: str | Path | None, limit: int | None, seed: int) -> PromptSet:
+    """Load a set of a suite from a folder or from the Hub."""
     hub = HUB_PROMPTS[name]
     if folder is not None:
         file = Path(folder) / f"{name}.jsonl"
         if not file.is_file():
             raise FileNotFoundError(
-                f"The folder of prompts has no {file.name} for the set {name!r} ({file}). Add it, or leave "
+                f"The folder of prompts has no {file.name} for the set {name!r} ({file}). Add the file, or leave "
                 "--prompts-folder out to read the sets from the Hub."
             )
         return _set_of_file(name, hub.title, file, limit, seed)
@@ -145,13 +151,14 @@ def _named_set(name: str, folder: str | Path | None, limit: int | None, seed: in
         rows = load_rows(hub.dataset, hub.config, hub.split)
     except (OSError, ValueError) as error:
         raise OSError(
-            f"The set {name!r} cannot be read from the Hub ({hub.source}): {error}. Without the Hub, pass "
+            f"The set {name!r} cannot be read from the Hub ({hub.source}): {error}. To measure without the Hub, pass "
             f'--prompts-folder with a file {name}.jsonl of rows {{"turns": [...]}}.'
         ) from error
     return _prompt_set(name, hub.title, hub.source, rows, limit, seed, hub.column, hub.wording)
 
 
 def _set_of_file(name: str, title: str, file: Path, limit: int | None, seed: int) -> PromptSet:
+    """Load a set from a file."""
     return _prompt_set(name, title, f"file {file.name}", load_rows(str(file), None, "train"), limit, seed)
 
 
@@ -165,8 +172,9 @@ def _prompt_set(
     column: str | None = None,
     wording: str = "{}",
 ) -> PromptSet:
+    """Make a prompt set from rows."""
     if not len(rows):
-        raise ValueError(f"The set {name!r} ({source}) has no prompt.")
+        raise ValueError(f"The set {name!r} ({source}) has no prompt, and at least one is needed. Add rows to it.")
     numbers = sample_rows(datasets.Dataset.from_dict({"number": range(len(rows))}), limit, seed)["number"]
     conversations = []
     for number in numbers:
@@ -178,7 +186,7 @@ def _prompt_set(
 
 
 def _worded(row: dict[str, Any], column: str | None, wording: str) -> dict[str, Any]:
-    """The row with what the user says in place of a prompt of the Hub; several turns are left as they are."""
+    """Return the row with the user message in place of the prompt. Rows with several turns are not changed."""
     if column is None or not isinstance(row.get(column), str) or not row[column].strip():
         return row
     return {**row, column: wording.format(row[column].strip("\n"))}
