@@ -1,7 +1,8 @@
 """
-Chat templates that behave as those of known model families do, in words of our own and as short as that allows.
+Short chat templates, written for these tests, that behave like those of known model families.
 
-Each says which behaviour matters for supervision. The tokenizers have the markers of the family as special tokens.
+The comment before each template names the behaviour that matters for the labels. The tokenizers have the markers of the
+family as special tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-# Qwen3: thoughts before the last question are dropped; the last answer always shows a thinking block, an empty one if
-# it has no thought; with enable_thinking=False the generation prompt has an empty block. Tool results are the user's.
+# Qwen3 strips the thinking before the last user message. The last response always has a thinking block, which is empty
+# if there is no thinking. With enable_thinking=False the generation prompt has an empty block. Tool results are rendered
+# as user messages.
 _QWEN3_TOOL_CALLS = (
     "{%- for call in m.tool_calls %}{{ '\n' if m.content or not loop.first }}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
@@ -47,10 +49,10 @@ QWEN3 = (
     "{{ '<think>\n\n</think>\n\n' if enable_thinking is defined and not enable_thinking }}{% endif %}"
 )
 
-# Qwen3.5: the same, and the generation prompt begins to think.
+# Qwen3.5 is the same, and its generation prompt opens a thinking block.
 QWEN35 = QWEN3.replace("and not enable_thinking }}{%", "and not enable_thinking else '<think>\n' }}{%")
 
-# GLM 4.5: a line break before the thinking block, which every answer has; no token ends an answer.
+# GLM 4.5 writes a line break before the thinking block, which every response has. No token ends a response.
 GLM45 = (
     "[gMASK]<sop>{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
     "{{ '\n<think>' + (m.reasoning_content or '') + '</think>\n' + m.content }}"
@@ -59,7 +61,7 @@ GLM45 = (
     "{{ '\n<think></think>' if enable_thinking is defined and not enable_thinking }}{% endif %}"
 )
 
-# Qwen3 Instruct 2507: the same without any thinking.
+# Qwen3 Instruct 2507 is the same without any thinking.
 QWEN3_INSTRUCT = (
     _QWEN3_HEAD + "{%- for m in messages %}"
     "{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
@@ -69,7 +71,7 @@ QWEN3_INSTRUCT = (
     "{{- '<|im_start|>assistant\n' if add_generation_prompt }}"
 )
 
-# Llama 3.1: a system header with a date is always there; contents are trimmed; a tool call is the whole turn.
+# Llama 3.1 always writes a system header with a date. It strips contents, and a tool call is a whole turn.
 LLAMA31 = (
     "{{- bos_token }}<|start_header_id|>system<|end_header_id|>\n\n"
     "Today: {{ date_string if date_string is defined else strftime_now('%d %b %Y') }}{{ '\n\n' }}"
@@ -87,7 +89,8 @@ LLAMA31 = (
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' if add_generation_prompt }}"
 )
 
-# Gemma: no system role, its words open the first question; the assistant is called model; contents are trimmed.
+# Gemma has no system role: the system prompt starts the first user message. The assistant is called "model", and
+# contents are stripped.
 GEMMA = (
     "{{- bos_token }}{% set has_system = messages[0].role == 'system' %}"
     "{%- set said = messages[1:] if has_system else messages %}"
@@ -99,7 +102,8 @@ GEMMA = (
     "{{- '<start_of_turn>model\n' if add_generation_prompt }}"
 )
 
-# Mistral: no generation prompt; the system prompt and the tools stand in the LAST question; answers end with a token.
+# Mistral has no generation prompt. The system prompt and the tools are in the LAST user message, and a token ends each
+# response.
 MISTRAL = (
     "{{- bos_token }}{% set has_system = messages[0].role == 'system' %}"
     "{%- set said = messages[1:] if has_system else messages %}{% set ns = namespace(last=-1) %}"
@@ -115,8 +119,9 @@ MISTRAL = (
     "{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
 
-# gpt-oss (harmony): channels; the last answer ends with <|return|>, in the history with <|end|>; thoughts before a
-# final answer are dropped once that is there; a date in the system part; a call ends with <|call|>.
+# gpt-oss (harmony) has channels. The last response ends with <|return|>, and responses in the history with <|end|>.
+# Thinking before a final response is stripped once that response exists. The system part has a date, and a tool call ends
+# with <|call|>.
 HARMONY = (
     "<|start|>system<|message|>Date: {{ strftime_now('%Y-%m-%d') }}\nReasoning: {{ reasoning_effort or 'medium' }}"
     "<|end|>{% set has_system = messages[0].role == 'system' %}"
@@ -142,7 +147,7 @@ HARMONY = (
     "{{- '<|start|>assistant' if add_generation_prompt }}"
 )
 
-# SmolLM2: a system prompt is put in where there is none.
+# SmolLM2 inserts a system prompt if there is none.
 SMOLLM2 = (
     "{%- for m in messages %}"
     "{%- if loop.first and m.role != 'system' %}<|im_start|>system\nYou are a small helper.<|im_end|>\n{% endif %}"
@@ -150,8 +155,8 @@ SMOLLM2 = (
     "{{- '<|im_start|>assistant\n' if add_generation_prompt }}"
 )
 
-# DeepSeek R1: full-width markers; the generation prompt begins to think; thoughts are dropped from every answer, the
-# last one too.
+# DeepSeek R1 has full-width markers. Its generation prompt opens a thinking block, and thinking is stripped from every
+# response, the last one included.
 DEEPSEEK_R1 = (
     "{{- bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
     "{%- for m in messages %}"
@@ -165,10 +170,10 @@ DEEPSEEK_R1 = (
     "{{- '<｜Assistant｜><think>\n' if add_generation_prompt }}"
 )
 
-# DeepSeek V3 is the same with an answer that begins at once.
+# DeepSeek V3 is the same without the opened thinking block.
 DEEPSEEK_V3 = DEEPSEEK_R1.replace("<｜Assistant｜><think>\n' if", "<｜Assistant｜>' if")
 
-# Phi 3: a line break after the markers; Phi 4 mini: none.
+# Phi 3 writes a line break after the markers, and Phi 4 mini does not.
 PHI3 = (
     "{%- for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{{- '<|assistant|>\n' if add_generation_prompt else eos_token }}"
@@ -181,7 +186,7 @@ PHI4 = (
 
 @dataclass(frozen=True)
 class Family:
-    """A template, the markers of its tokenizer, and the tokens that end an answer (the first is the tokenizer's)."""
+    """A template, the markers of its tokenizer, and the tokens that end a response (the first is the tokenizer's)."""
 
     template: str
     markers: tuple[str, ...]

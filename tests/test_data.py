@@ -68,7 +68,7 @@ def test_input_ids_with_and_without_a_loss_mask():
         tokenize_row({"input_ids": [5, 6, 7], "loss_mask": [1]}, None, max_length=9)
 
 
-def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_one_and_says_so(tokenizer, caplog):
+def test_a_template_that_strips_thinking_of_earlier_turns_supervises_the_last_one_and_warns(tokenizer, caplog):
     """The mask is never silently all of a row or nothing of it."""
     labels.logger.warning_once.cache_clear()  # other tests may have had the warning
     tokenizer.chat_template = (
@@ -109,7 +109,7 @@ def test_unknown_columns_are_named(tokenizer):
         tokenize_row({"question": "2+2?"}, tokenizer, max_length=9)
 
 
-def test_rows_without_supervision_are_dropped_with_counts(tokenizer, caplog):
+def test_rows_without_supervised_tokens_are_dropped_with_counts(tokenizer, caplog):
     """A row whose supervised tokens were all truncated would give a loss of 0 or NaN."""
     from transformers.utils import logging
 
@@ -162,7 +162,7 @@ def counted(function, calls):
     return call
 
 
-def test_only_the_first_process_says_what_happened_to_the_rows(caplog, target, tmp_path, monkeypatch):
+def test_only_the_first_process_logs_what_happened_to_the_rows(caplog, target, tmp_path, monkeypatch):
     from transformers.utils import logging
 
     logging.get_logger("dflash_hf.data.dataset").propagate = True

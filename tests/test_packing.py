@@ -1,4 +1,4 @@
-"""Packed rows: whole documents side by side that never meet."""
+"""Packed rows, in which several whole documents do not see each other."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_document_is_whole_in_one_packed_row_and_row_ids_are_distinct():
     assert list(pack_stream(prepared, 20)) == list(packed)
 
 
-def test_packing_says_how_full_the_rows_are(caplog):
+def test_packing_logs_how_full_the_rows_are(caplog):
     from transformers.utils import logging
 
     logging.get_logger("dflash_hf.data.packing").propagate = True

@@ -31,7 +31,7 @@ TINY = ["--max_steps", "2", "--anchors_per_sample", "4", "--per_device_train_bat
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
-    """No bars; and `os.environ` is the same object again after a map with several processes, which replaces it."""
+    """Disable progress bars, and restore `os.environ`, which datasets 5.2 replaces in a map with several processes."""
     monkeypatch.setattr(os, "environ", os.environ)
     datasets.disable_progress_bars()
     yield
@@ -111,7 +111,7 @@ def test_a_row_without_room_for_a_whole_block_is_dropped_only_if_a_block_size_is
         prepare(rows, block_size=4)
 
 
-def test_a_refused_row_is_dropped_with_the_words_of_the_template():
+def test_a_refused_row_is_dropped_with_the_reason_of_the_template():
     rows = [chat("2+2?"), {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}]
     rows[1]["messages"].append({"role": "assistant", "content": "c"})
     prepared = prepare(rows, "gemma")
@@ -141,7 +141,7 @@ def test_sample_ids_are_given_or_made_of_the_content_alone():
     assert prepare(rows).train["sample_id"][:] == [7, 8, 9, own[3]]
 
 
-def test_repeats_are_told_by_all_that_the_target_is_asked():
+def test_repeats_are_recognised_by_everything_that_the_target_reads():
     rows = [
         chat("a  b", "one"),
         chat("a b ", "two"),
@@ -209,7 +209,7 @@ def test_a_question_with_other_system_prompts_stays_on_one_side():
     assert not sides[0] & sides[1]
 
 
-def test_answers_that_the_template_changes_later_are_counted_or_get_rows_of_their_own():
+def test_turns_that_the_template_changes_later_are_counted_or_get_rows_of_their_own():
     rows = [chat("2+2?", THOUGHT, "Sure?", THOUGHT), chat("3+3?", THOUGHT)]
     prepared = prepare(rows, "qwen3")
     assert (prepared.num_unsupervised_turns, len(prepared.train)) == (1, 2)
@@ -239,7 +239,7 @@ def test_turns_of_a_conversation_stay_on_one_side_when_they_are_split():
     assert sum(map(len, sides)) == 60
 
 
-def test_a_recorded_conversation_gets_rows_for_the_answers_that_its_mask_leaves_out():
+def test_a_recorded_conversation_gets_rows_for_the_turns_that_its_mask_leaves_out():
     tokenizer = family_tokenizer("qwen3")
     row = chat("2+2?", THOUGHT, "Sure?", THOUGHT)
     read = read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, "qwen3"))
@@ -264,7 +264,7 @@ def test_a_recorded_conversation_gets_rows_for_the_answers_that_its_mask_leaves_
 
 @pytest.fixture
 def recorded_prompt():
-    """A recorded row whose prompt is a text of our choice, and what the check says of it."""
+    """Return the reason that the check gives for a recorded row with a given prompt."""
 
     def check(family: str, prompt: str, row: dict) -> str:
         tokenizer = family_tokenizer(family)
@@ -287,7 +287,7 @@ def test_a_recorded_prompt_that_the_template_gives_now_is_no_mismatch(recorded_p
         assert recorded_prompt(family, rendered(family, row["messages"][:-1]), row) == ""
 
 
-def test_the_reason_of_a_mismatch_is_told_in_words(recorded_prompt):
+def test_the_reason_of_a_mismatch_is_named(recorded_prompt):
     row, turns = chat("2+2?"), chat("2+2?", THOUGHT, "Sure?", "It is 4.")
     asked = row["messages"][:1]
     system = [{"role": "system", "content": "Be brief."}, *asked]
@@ -326,7 +326,7 @@ def test_the_reason_of_a_mismatch_is_told_in_words(recorded_prompt):
     assert recorded_prompt("qwen3-instruct", bare.replace("2+2?", "3+3?"), row) == "the text differs"
 
 
-def test_tokens_that_were_joined_across_a_boundary_are_told_from_another_text():
+def test_tokens_that_were_merged_across_a_boundary_are_distinguished_from_another_text():
     tokenizer = family_tokenizer("phi-3", merges=(("i", "s"),))
     row = chat("this", "It is 4.")
     ids, expected = [], rendered("phi-3", row["messages"][:1])
@@ -338,7 +338,7 @@ def test_tokens_that_were_joined_across_a_boundary_are_told_from_another_text():
     assert mismatch.position == len(["<|user|>", "\n", "t", "h"])
 
 
-def test_rows_with_another_prompt_are_kept_dropped_or_an_error():
+def test_rows_whose_prompt_differs_are_kept_dropped_or_an_error():
     rows = [chat("2+2?", THOUGHT), chat("3+3?", "It is 6.")]
     kept = prepare(rows, "qwen3")
     assert len(kept.train) == 2
@@ -581,8 +581,22 @@ def test_ctrl_c_writes_nothing(run, prepared_target, tmp_path, monkeypatch, num_
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
+def test_a_report_of_version_0_1_0_is_read_with_the_present_names(tmp_path):
+    old = {"read": 3, "answers": 4, "dropped": {}, "cut": 1, "earlier_answers_without_loss": 2, "refused": {}}
+    report = {"settings": {"max_length": 9}, "rows": {**old, "other_prompt": {"a date": 1}, "train": 3}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    read = prepared_folder.read_report(tmp_path)
+    assert read["settings"] == {"max_length": 9}
+    assert read["rows"] == {
+        "read": 3, "after_split": 4, "dropped": {}, "truncated": 1, "unsupervised_turns": 2, "refused": {},
+        "prompt_mismatches": {"a date": 1}, "train": 3,
+    }  # fmt: skip
+    new = prepared_folder.make_report(prepare([chat("1?")]), {})
+    assert set(new["rows"]) == {*read["rows"], "validation"}
+
+
 def test_a_folder_is_replaced_whole_or_stays(tmp_path, monkeypatch):
-    """What fails while it is written, or when it is put into place, leaves the old rows as they were."""
+    """A failure while the folder is written, or when it is moved into place, leaves the old rows unchanged."""
     folder = tmp_path / "prepared"
     prepared = prepare([chat("1?")])
     prepared_folder.write_folder(folder, prepared, {"settings": {}, "rows": {}})

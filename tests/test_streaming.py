@@ -1,4 +1,4 @@
-"""Streams: rows that are tokenised while they are read."""
+"""Streams, whose rows are tokenised as they are read."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_training_stream_starts_again_and_is_shuffled_anew():
     assert [row["input_ids"] for row in islice(stream, 36)] == ids
 
 
-def test_dropped_and_cut_rows_of_a_stream_are_counted_early_and_at_its_end(caplog):
+def test_dropped_and_truncated_rows_of_a_stream_are_logged_early_and_at_its_end(caplog):
     """A row whose supervised tokens were all truncated would give a loss of 0 or NaN."""
     from transformers.utils import logging
 
@@ -126,7 +126,7 @@ def test_a_packed_stream_gives_the_rows_of_a_packed_set():
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_two_processes_share_a_stream_and_read_each_row_once(tmp_path, num_shards, num_workers):
-    """As accelerate splits it between processes: equally many batches for each, whose lengths may differ."""
+    """accelerate gives every process the same number of batches, whose lengths may differ."""
     rows = numbered_rows(24)
     dispatch = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True).accelerator_config.dispatch_batches
     seen = []
@@ -179,7 +179,7 @@ def test_training_on_a_stream_equals_training_on_the_set_in_its_order(tmp_path):
     ids=["accumulated", "shuffled", "workers", "packed"],
 )
 def test_resuming_on_a_stream_equals_an_uninterrupted_run(tmp_path, shuffled, overrides):
-    """Over several passes of the stream: ten steps, and five plus five."""
+    """Ten steps over several epochs of the stream equal five steps and five more after a resume."""
     finals = []
     for name, stops in (("whole", [10]), ("parts", [5, 10])):
         for stop in stops:
@@ -214,7 +214,7 @@ def test_evaluation_on_a_stream_equals_that_on_the_set(target, tmp_path):
         assert "eval_loss" in values
 
 
-def test_what_a_stream_cannot_do_is_said_before_training(target, tmp_path):
+def test_what_a_stream_does_not_support_is_an_error_before_training(target, tmp_path):
     stream = stream_of(rows_of(target))
     with pytest.raises(ValueError, match="max_steps has to be specified"):
         make_trainer(target, tmp_path, rows=stream, max_steps=-1)

@@ -35,7 +35,7 @@ def test_a_file_that_belongs_to_no_split_is_not_left_out_in_silence(tmp_path):
         load_rows(str(tmp_path), None, "train")
 
 
-def test_answers_that_are_in_no_shard_yet_are_not_left_out_in_silence(tmp_path):
+def test_completions_that_are_in_no_shard_yet_are_an_error(tmp_path):
     (tmp_path / "settings.json").write_text("{}")
     write(tmp_path / "newest.jsonl", 3)
     (tmp_path / "failed.jsonl").touch()

@@ -1,4 +1,4 @@
-"""Masks of whole conversations, written by hand, on templates that behave as those of known model families do."""
+"""The supervised tokens of conversations, against masks written by hand, on templates like those of known families."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chat(*messages, **columns) -> dict:
     return {"messages": list(messages), **columns}
 
 
-# Each case: family, row, and the row's text in pieces with whether the target wrote them.
+# Each case has the family, the row, and the text of the row in pieces with whether the target wrote each piece.
 QWEN_HI = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 QWEN_MORE = "\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n"
 QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
@@ -540,7 +540,7 @@ def generation_ids(tokenizer, row) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_mask_is_the_one_made_by_hand(name):
+def test_the_mask_is_the_one_written_by_hand(name):
     family, row, segments = CASES[name]
     tokenizer = family_tokenizer(family)
     read = read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, family))
@@ -560,7 +560,7 @@ def test_the_training_prefix_is_what_generation_gets(name):
 
 
 def test_every_family_has_its_five_kinds_of_rows():
-    """One turn, several turns, a system prompt, a question at the end, an answer that was cut; calls where known."""
+    """One turn, several turns, a system prompt, a question at the end, a truncated response; tool calls where the template has them."""
     rows = {family: [row for name, row, _ in CASES.values() if name == family] for family in FAMILIES}
     rows["qwen3"] += rows.pop("qwen3-instruct") + rows.pop("qwen3.5")
     del rows["glm-4.5"]  # for its block alone
@@ -579,7 +579,7 @@ def test_every_family_has_its_five_kinds_of_rows():
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-instruct", "gemma", "phi-3", "llama-3.1"])
 @pytest.mark.parametrize("content", ["\nIt is 4.", "\n\nIt", "It is 4.", "\n"])
-def test_an_answer_that_would_join_the_end_of_its_prompt_stays_apart(family, content):
+def test_a_completion_that_would_merge_with_the_end_of_its_prompt_stays_apart(family, content):
     """The prompt ends with a line break, and two of them are one token."""
     tokenizer = family_tokenizer(family, merges=(("Ċ", "Ċ"),))
     row = {
@@ -595,7 +595,7 @@ def test_an_answer_that_would_join_the_end_of_its_prompt_stays_apart(family, con
         assert [token for token, keep in zip(ids, mask, strict=True) if keep] == written
 
 
-def test_an_earlier_answer_that_the_tokenizer_joins_with_its_prompt_since_carries_no_loss():
+def test_an_earlier_turn_that_the_tokenizer_merges_with_its_prompt_carries_no_loss():
     tokenizer = family_tokenizer("phi-3", merges=(("Ċ", "Ċ"),))
     row = chat(HI, {"role": "assistant", "content": "\nIt is 4."}, MORE, NO)
     read = read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, "phi-3"))
@@ -609,7 +609,7 @@ def test_an_earlier_answer_that_the_tokenizer_joins_with_its_prompt_since_carrie
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 @pytest.mark.parametrize("family", ["mistral", "gemma", "phi-3"])
-def test_tokenizers_that_put_a_space_before_a_text_do_not_put_one_before_an_answer(family, scheme):
+def test_tokenizers_that_add_a_space_before_a_text_do_not_add_one_before_a_completion(family, scheme):
     tokenizer = metaspace_tokenizer(family, scheme)
     for content in ("It is 4.", "\nIt is 4.", " It is"):
         row = {"messages": [HI, {"role": "assistant", "content": content}, MORE, NO]}
@@ -628,7 +628,7 @@ def test_tokenizers_that_put_a_space_before_a_text_do_not_put_one_before_an_answ
 
 
 def test_an_empty_thinking_block_of_the_template_is_context():
-    """The target thinks, the answer has no thought: nobody wrote the block."""
+    """The target would think and the response has no thinking, so the target did not write the block."""
     tokenizer = family_tokenizer("qwen3")
     read = read_row(chat(HI, FOUR), tokenizer, eos_token_ids=end_ids(tokenizer, "qwen3"))
     expected = [(QWEN_HI + BLOCK, False), ("It is 4.<|im_end|>", True), ("\n", False)]
@@ -654,7 +654,7 @@ def test_an_empty_thinking_block_of_the_template_is_context():
         ("qwen3", chat(HI, THOUGHT, **NOT_THINKING), "does not begin with the prompt"),
     ],
 )
-def test_rows_that_the_template_cannot_show_are_refused_with_the_reason(family, row, words):
+def test_rows_that_the_template_cannot_render_are_refused_with_the_reason(family, row, words):
     tokenizer = family_tokenizer(family)
     with pytest.raises(ChatTemplateError, match=words):
         read_row(row, tokenizer, eos_token_ids=end_ids(tokenizer, family))
@@ -672,7 +672,7 @@ def test_nulls_of_columnar_storage_do_not_reach_the_template():
     ("family", "thought", "prompt_of_first"),
     [("qwen3", THOUGHT, QWEN_HI), ("harmony", APART, HARMONY_HI), ("deepseek-r1", THOUGHT, DEEPSEEK_HI + "<think>\n")],
 )
-def test_answers_that_a_template_changes_later_get_rows_of_their_own(family, thought, prompt_of_first):
+def test_turns_that_a_template_changes_later_get_rows_of_their_own(family, thought, prompt_of_first):
     tokenizer = family_tokenizer(family)
     ends = end_ids(tokenizer, family)
     row = chat(HI, thought, MORE, thought, MORE, thought, finish_reason="length", target="t")
