@@ -91,6 +91,7 @@ print("done")
 
 
 @pytest.mark.spawns
+@pytest.mark.spawns
 @pytest.mark.parametrize("code", ["of version 0.1.0", "of this version"])
 def test_a_draft_of_version_0_1_0_runs_as_remote_code_and_is_saved_again(code, old_draft, tmp_path):
     """The code that travels with the folder is what runs: that of the old version, and ours once it is saved anew."""
