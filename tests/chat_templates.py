@@ -1,8 +1,8 @@
 """
 Short chat templates, written for these tests, that behave like those of known model families.
 
-The comment before each template names the behaviour that matters for the labels. The tokenizers have the markers of the
-family as special tokens.
+The comment before each template names the behaviour that matters for the labels. The tokenizers have the markers of
+the family as special tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 # Qwen3 strips the thinking before the last user message. The last response always has a thinking block, which is empty
-# if there is no thinking. With enable_thinking=False the generation prompt has an empty block. Tool results are rendered
-# as user messages.
+# if there is no thinking. With enable_thinking=False the generation prompt has an empty block. Tool results are
+# rendered as user messages.
 _QWEN3_TOOL_CALLS = (
     "{%- for call in m.tool_calls %}{{ '\n' if m.content or not loop.first }}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
@@ -120,8 +120,8 @@ MISTRAL = (
 )
 
 # gpt-oss (harmony) has channels. The last response ends with <|return|>, and responses in the history with <|end|>.
-# Thinking before a final response is stripped once that response exists. The system part has a date, and a tool call ends
-# with <|call|>.
+# Thinking before a final response is stripped once that response exists. The system part has a date, and a tool call
+# ends with <|call|>.
 HARMONY = (
     "<|start|>system<|message|>Date: {{ strftime_now('%Y-%m-%d') }}\nReasoning: {{ reasoning_effort or 'medium' }}"
     "<|end|>{% set has_system = messages[0].role == 'system' %}"

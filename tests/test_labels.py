@@ -560,7 +560,7 @@ def test_the_training_prefix_is_what_generation_gets(name):
 
 
 def test_every_family_has_its_five_kinds_of_rows():
-    """One turn, several turns, a system prompt, a question at the end, a truncated response; tool calls where the template has them."""
+    """One turn, several turns, a system prompt, a question at the end, a truncated response, and tool calls."""
     rows = {family: [row for name, row, _ in CASES.values() if name == family] for family in FAMILIES}
     rows["qwen3"] += rows.pop("qwen3-instruct") + rows.pop("qwen3.5")
     del rows["glm-4.5"]  # for its block alone
