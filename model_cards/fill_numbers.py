@@ -58,9 +58,12 @@ def numbers() -> dict[str, str]:
     points = [long_curve[step] for step in CURVE_STEPS]
     short = [curves[name] for name in ("rows-250", "rows-1000", "rows-4683")]
     return {
-        "demo": f"{acceptance_length(demo):.2f} of 6; {demo['speed_up']:.2f}× ({speeds(demo)})",
-        "long": f"{acceptance_length(bare):.2f} of 8, {bare['speed_up']:.2f}× ({speeds(bare)}); "
-        f"{acceptance_length(tree):.2f}, {tree['speed_up']:.2f}×",
+        "demo-length": f"{acceptance_length(demo):.2f} of 6",
+        "demo-speed": f"{demo['speed_up']:.2f}×",
+        "long-length": f"{acceptance_length(bare):.2f} of 8",
+        "long-speed": f"{bare['speed_up']:.2f}×",
+        "tree-length": f"{acceptance_length(tree):.2f}",
+        "tree-speed": f"{tree['speed_up']:.2f}×",
         "smollm2": suite_table(
             [bare, tree],
             ["blocks of 8", "trees of 16 tokens"],

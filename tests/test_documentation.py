@@ -300,7 +300,11 @@ def test_shell_lines_of_the_sharing_guide_name_options_of_the_command():
 def test_readme_opens_with_the_two_set_up_commands_and_stays_short():
     text = (ROOT / "README.md").read_text()
     commands = re.search(r"```bash\n(.*?)```", text, flags=re.DOTALL).group(1).splitlines()
-    assert commands == ['pip install -e ".[demo]" && dflash-hf demo', 'pip install -e ".[test]" && pytest']
+    assert commands == [
+        "git clone ADDRESS_OF_THIS_REPOSITORY dflash_hf && cd dflash_hf",
+        'pip install -e ".[demo]" && dflash-hf demo',
+        'pip install -e ".[test]" && pytest',
+    ]
     assert len(text.splitlines()) <= 200
 
 
@@ -378,7 +382,7 @@ def test_shell_lines_of_the_guides_about_checkpoints_are_understood(name):
 def test_readme_shell_flags_exist():
     known = {*DraftAndDataArguments.__dataclass_fields__, *DFlashTrainingArguments.__dataclass_fields__}
     (command,) = re.findall(r"(dflash-hf train --.*?)\ndflash-hf", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    flags = re.findall(r"--(\w+)", command)
+    flags = [flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z-]*)", command)]
     assert flags
     assert set(flags) <= known
 
