@@ -27,7 +27,7 @@ def backend_of(server: FaultyServer, model: str | None = "tiny", **values) -> Se
     return ServerBackend(server.url, model, SamplingParameters(), **{"first_wait_s": 0.01, "timeout_s": 10, **values})
 
 
-def answers_of(backend: ServerBackend, requests: list[TurnRequest]) -> dict[str, Completion | Failure]:
+def completions_of(backend: ServerBackend, requests: list[TurnRequest]) -> dict[str, Completion | Failure]:
     """By conversation; none comes twice."""
     outcomes = list(backend.completions(RequestQueue(requests)))
     by_conversation = {request.conversation_id: outcome for request, outcome in outcomes}
@@ -55,8 +55,8 @@ def for_prompt(fault: str, *prompts: str) -> Callable[[int, dict], str | None]:
 def test_a_passing_fault_costs_one_more_call_and_nothing_else(fault):
     with FaultyServer(first_calls(fault), hang_s=0.05) as server:
         backend = backend_of(server)
-        answers = answers_of(backend, requests_of(5))
-    assert {name: answer.message for name, answer in answers.items()} == {
+        completions = completions_of(backend, requests_of(5))
+    assert {name: answer.message for name, answer in completions.items()} == {
         f"prompt {number}": {"role": "assistant", "content": f"{number} tpmorp"} for number in range(5)
     }
     assert len(server.calls) == 10
@@ -66,9 +66,9 @@ def test_a_passing_fault_costs_one_more_call_and_nothing_else(fault):
 def test_faults_of_all_kinds_at_once_leave_every_request_answered_once():
     with FaultyServer(passing_faults(0.2, seed=3), hang_s=0.05) as server:
         backend = backend_of(server, concurrency=8)
-        answers = answers_of(backend, requests_of(100))
-    assert all(answers[name].message["content"] == name[::-1] for name in answers)
-    assert len(answers) == 100
+        completions = completions_of(backend, requests_of(100))
+    assert all(completions[name].message["content"] == name[::-1] for name in completions)
+    assert len(completions) == 100
     faults = [call.fault for call in server.calls if call.fault]
     assert len(set(faults)) > 8
     assert len(server.calls) == 100 + len(faults) == 100 + sum(backend.retried.values())
@@ -78,9 +78,9 @@ def test_a_request_that_never_gets_an_answer_fails_with_its_reason_after_all_tri
     kinds = ["500", "null", "no choices", "truncated", "abort", "null finish"]
     by_prompt = dict(zip([f"prompt {number}" for number in range(2, 8)], kinds, strict=True))
     with FaultyServer(lambda number, body: by_prompt.get(body["messages"][-1]["content"])) as server:
-        answers = answers_of(backend_of(server, concurrency=2, max_retries=2), requests_of(8))
+        completions = completions_of(backend_of(server, concurrency=2, max_retries=2), requests_of(8))
         assert [len(server.calls_of(prompt)) for prompt in by_prompt] == [3] * 6
-    reasons = {name: answer.reason for name, answer in answers.items() if isinstance(answer, Failure)}
+    reasons = {name: answer.reason for name, answer in completions.items() if isinstance(answer, Failure)}
     tried = "(tried 3 times)"
     assert reasons == {
         "prompt 2": f"500: this is a 500 {tried}",
@@ -94,17 +94,17 @@ def test_a_request_that_never_gets_an_answer_fails_with_its_reason_after_all_tri
 
 def test_what_a_server_refuses_for_one_prompt_fails_after_one_call():
     with FaultyServer(for_prompt("400 too long", "prompt 3")) as server:
-        answers = answers_of(backend_of(server, concurrency=1), requests_of(6))
-    assert answers.pop("prompt 3") == Failure("400: this is a 400 too long")
-    assert all(isinstance(answer, Completion) for answer in answers.values())
+        completions = completions_of(backend_of(server, concurrency=1), requests_of(6))
+    assert completions.pop("prompt 3") == Failure("400: this is a 400 too long")
+    assert all(isinstance(answer, Completion) for answer in completions.values())
     assert len(server.calls) == 6
 
 
 def test_a_time_out_is_tried_again_and_then_fails_while_the_server_is_there():
     with FaultyServer(for_prompt("hang", "prompt 1")) as server:
-        answers = answers_of(backend_of(server, timeout_s=0.2, max_retries=1), requests_of(3))
+        completions = completions_of(backend_of(server, timeout_s=0.2, max_retries=1), requests_of(3))
         assert len(server.calls_of("prompt 1")) == 2
-    assert answers["prompt 1"] == Failure("no response within 0.2 s (tried 2 times)")
+    assert completions["prompt 1"] == Failure("no response within 0.2 s (tried 2 times)")
 
 
 def test_a_server_that_does_not_know_the_wish_for_token_ids_is_asked_without_it_from_then_on():
@@ -116,8 +116,8 @@ def test_a_server_that_does_not_know_the_wish_for_token_ids_is_asked_without_it_
         return answer_of(body)
 
     with FaultyServer(answer=refuse) as server:
-        answers = answers_of(backend_of(server, concurrency=3), requests_of(20))
-    assert all(isinstance(answer, Completion) for answer in answers.values())
+        completions = completions_of(backend_of(server, concurrency=3), requests_of(20))
+    assert all(isinstance(answer, Completion) for answer in completions.values())
     assert len(server.calls) <= 20 + 3
     assert not any("return_token_ids" in call.body for call in server.calls[6:])
 
@@ -128,7 +128,7 @@ def test_sampling_tools_and_template_arguments_reach_the_server():
     sampling = SamplingParameters(max_new_tokens=9, temperature=0.5, top_p=0.9, top_k=20, seed=4)
     with FaultyServer() as server:
         backend = ServerBackend(server.url, "tiny", sampling, api_key="secret")
-        answers_of(backend, [request])
+        completions_of(backend, [request])
     extra = {"top_k": 20, "chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True}
     expected = {"model": "tiny", "messages": request.messages, "tools": tools, "max_tokens": 9, **extra}
     assert server.calls[0].body == {**expected, "temperature": 0.5, "top_p": 0.9, "seed": request.seed(4)}
@@ -142,8 +142,8 @@ def test_a_filtered_answer_fails_without_further_tries():
         return answer
 
     with FaultyServer(answer=filtered) as server:
-        answers = answers_of(backend_of(server), requests_of(2))
-    assert set(answers.values()) == {Failure("finish_reason='content_filter'")}
+        completions = completions_of(backend_of(server), requests_of(2))
+    assert set(completions.values()) == {Failure("finish_reason='content_filter'")}
     assert len(server.calls) == 2
 
 
@@ -156,24 +156,24 @@ def test_a_refused_key_stops_the_run_and_is_never_shown():
         with pytest.raises(
             RuntimeError, match=r"refused the request with 401: Incorrect .*: \*\*\*.*OPENAI_API_KEY"
         ) as caught:
-            answers_of(backend, requests_of(40))
+            completions_of(backend, requests_of(40))
         assert len(server.calls) <= 32
     assert "sk-secret" not in str(caught.value)
 
 
 def test_a_prompt_that_is_forbidden_fails_alone_but_not_if_all_are():
     with FaultyServer(for_prompt("403", "prompt 0", "prompt 7")) as server:
-        answers = answers_of(backend_of(server, concurrency=1), requests_of(10))
+        completions = completions_of(backend_of(server, concurrency=1), requests_of(10))
         assert len(server.calls) == 10
-    assert {name for name, answer in answers.items() if isinstance(answer, Failure)} == {"prompt 0", "prompt 7"}
+    assert {name for name, answer in completions.items() if isinstance(answer, Failure)} == {"prompt 0", "prompt 7"}
     with FaultyServer(lambda number, body: "403") as server, pytest.raises(RuntimeError, match="403: this is a 403"):
-        answers_of(backend_of(server), requests_of(40))
+        completions_of(backend_of(server), requests_of(40))
 
 
 def test_the_environment_names_the_key(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "from-outside")
     with FaultyServer() as server:
-        answers_of(backend_of(server), requests_of(1))
+        completions_of(backend_of(server), requests_of(1))
     assert server.calls[0].authorization == "Bearer from-outside"
 
 
@@ -188,10 +188,10 @@ def test_a_wrong_model_stops_the_run_and_the_right_names_are_listed(caplog):
             ValueError,
             match=r"model='wrong' with 404: The model `wrong` .*that it lists, which are listed/a, listed/b\.",
         ):
-            answers_of(backend_of(server, "wrong"), requests_of(40))
+            completions_of(backend_of(server, "wrong"), requests_of(40))
         assert len(server.calls) == 1
         assert not caplog.messages
-        assert len(answers_of(backend_of(server, "served"), requests_of(40))) == 40
+        assert len(completions_of(backend_of(server, "served"), requests_of(40))) == 40
         assert len(server.calls) == 41
     (warning,) = caplog.messages
     assert "returns completions of 'served' but lists listed/a, listed/b." in warning
@@ -203,7 +203,7 @@ def test_a_wrong_model_stops_the_run_and_the_right_names_are_listed(caplog):
 def test_a_model_that_is_not_listed_and_not_answered_for_is_wrong_whatever_the_status(status, words):
     with FaultyServer(answer=lambda body: {"status": status, "detail": words}) as server:
         with pytest.raises(ValueError, match=rf"model='wrong' with {status}: {words}.*that it lists, which are tiny"):
-            answers_of(backend_of(server, "wrong"), requests_of(40))
+            completions_of(backend_of(server, "wrong"), requests_of(40))
         assert len(server.calls) <= 3
 
 
@@ -221,7 +221,7 @@ def test_without_a_name_the_only_model_is_taken():
 
 def test_a_server_without_a_list_is_asked_all_the_same():
     with FaultyServer(models=None) as server:
-        assert len(answers_of(backend_of(server, "any"), requests_of(3))) == 3
+        assert len(completions_of(backend_of(server, "any"), requests_of(3))) == 3
 
 
 def test_nobody_listening_is_one_error():
@@ -230,17 +230,17 @@ def test_nobody_listening_is_one_error():
     with pytest.raises(
         ConnectionError, match=r"^http://127.0.0.1:\d+/v1: connection failed: .*must be listening there"
     ):
-        answers_of(backend_of(server), requests_of(3))
+        completions_of(backend_of(server), requests_of(3))
 
 
 def test_a_server_that_dies_stops_the_run_and_keeps_the_answers_before():
     with FaultyServer() as server:
         backend = backend_of(server, concurrency=4, max_retries=3)
-        answers = backend.completions(RequestQueue(requests_of(1000)))
-        before = list(itertools.islice(answers, 20))
+        completions = backend.completions(RequestQueue(requests_of(1000)))
+        before = list(itertools.islice(completions, 20))
         server.die()
         with pytest.raises(ConnectionError, match="must be listening there"):
-            before += list(answers)
+            before += list(completions)
     assert all(isinstance(answer, Completion) for _, answer in before)
     assert 20 <= len(before) < 200
 
@@ -248,16 +248,16 @@ def test_a_server_that_dies_stops_the_run_and_keeps_the_answers_before():
 def test_the_first_requests_all_failing_stop_the_run_and_nothing_is_written_off():
     reason = r"8 requests to .* failed without a completion between them, the last one with: 400: this is a 400"
     with FaultyServer(lambda number, body: "400") as server:
-        answers = backend_of(server, concurrency=2).completions(RequestQueue(requests_of(100)))
+        completions = backend_of(server, concurrency=2).completions(RequestQueue(requests_of(100)))
         with pytest.raises(RuntimeError, match=reason):
-            next(answers)
+            next(completions)
         # each is also tried without asking for token ids
         assert len(server.calls) <= 2 * (MAX_CONSECUTIVE_FAILURES + 2)
 
 
 def test_fewer_failures_than_it_takes_to_give_up_are_reported_in_the_end():
     with FaultyServer(lambda number, body: "400") as server:
-        assert list(answers_of(backend_of(server), requests_of(3)).values()) == [Failure("400: this is a 400")] * 3
+        assert list(completions_of(backend_of(server), requests_of(3)).values()) == [Failure("400: this is a 400")] * 3
 
 
 def test_failures_before_the_first_answer_come_right_before_it():
@@ -270,19 +270,19 @@ def test_failures_before_the_first_answer_come_right_before_it():
 
 def test_a_server_that_falls_ill_stops_the_run_and_nothing_is_written_off():
     with FaultyServer(lambda number, body: "500" if number >= 10 else None) as server:
-        answers = backend_of(server, concurrency=1, max_retries=1).completions(RequestQueue(requests_of(100)))
-        assert all(isinstance(answer, Completion) for _, answer in itertools.islice(answers, 10))
+        completions = backend_of(server, concurrency=1, max_retries=1).completions(RequestQueue(requests_of(100)))
+        assert all(isinstance(answer, Completion) for _, answer in itertools.islice(completions, 10))
         with pytest.raises(RuntimeError, match=r"the last one with: 500: this is a 500 \(tried 2 times\)"):
-            next(answers)
+            next(completions)
     assert len(server.calls) == 10 + 2 * MAX_CONSECUTIVE_FAILURES
 
 
 def test_a_pause_that_a_server_asks_for_holds_everyone_back():
     with FaultyServer(lambda number, body: "429 after" if number == 4 else None, retry_after="0.5") as server:
         backend = backend_of(server, concurrency=1)
-        answers_of(backend, requests_of(4))
+        completions_of(backend, requests_of(4))
         backend.concurrency = 4
-        answers_of(backend, [request_of(f"more {number}") for number in range(30)])
+        completions_of(backend, [request_of(f"more {number}") for number in range(30)])
     refused_s = server.calls[4].started_s
     assert not [call for call in server.calls if refused_s + 0.1 < call.started_s < refused_s + 0.45]
     assert len(server.calls) == 35
@@ -290,7 +290,7 @@ def test_a_pause_that_a_server_asks_for_holds_everyone_back():
 
 def test_a_rate_limit_spreads_calls_evenly_further_tries_included():
     with FaultyServer(lambda number, body: "500" if number == 2 else None) as server:
-        answers_of(backend_of(server, requests_per_minute=1200), requests_of(8))
+        completions_of(backend_of(server, requests_per_minute=1200), requests_of(8))
     starts = sorted(call.started_s for call in server.calls)
     assert len(starts) == 9
     assert starts[-1] - starts[0] >= 8 * 0.05 - 0.02
@@ -308,13 +308,13 @@ def test_requests_are_taken_one_by_one_and_put_back_ones_are_answered():
         time.sleep(0.01)
         return answer_of(body)
 
-    feed, turns = RequestQueue(requests()), []
+    queue, turns = RequestQueue(requests()), []
     with FaultyServer(answer=answer_slowly) as server:
-        for count, (request, _) in enumerate(backend_of(server, concurrency=5).completions(feed), start=1):
+        for count, (request, _) in enumerate(backend_of(server, concurrency=5).completions(queue), start=1):
             turns.append((request.conversation_id, request.turn))
             assert taken <= count + 5
             if request.turn == 0 and count % 3 == 0:
-                feed.put(request_of(request.conversation_id, turn=1))
+                queue.put(request_of(request.conversation_id, turn=1))
         assert 1 < server.most_at_once <= 5
     assert len(set(turns)) == len(turns)
     first = [name for name, turn in turns if turn == 0]
@@ -323,12 +323,12 @@ def test_requests_are_taken_one_by_one_and_put_back_ones_are_answered():
 
 
 def test_a_turn_put_back_after_the_last_answer_is_answered():
-    feed = RequestQueue([request_of("first")])
+    queue = RequestQueue([request_of("first")])
     with FaultyServer() as server:
-        answers = backend_of(server).completions(feed)
-        next(answers)
-        feed.put(request_of("second", turn=1))
-        assert [request.conversation_id for request, _ in answers] == ["second"]
+        completions = backend_of(server).completions(queue)
+        next(completions)
+        queue.put(request_of("second", turn=1))
+        assert [request.conversation_id for request, _ in completions] == ["second"]
 
 
 def threads_of_the_client() -> set[threading.Thread]:
@@ -337,12 +337,12 @@ def threads_of_the_client() -> set[threading.Thread]:
 
 def test_closing_abandons_calls_that_hang():
     with FaultyServer(lambda number, body: "hang" if number else None) as server:
-        answers = backend_of(server).completions(RequestQueue(requests_of(40)))
-        next(answers)
+        completions = backend_of(server).completions(RequestQueue(requests_of(40)))
+        next(completions)
         while server.num_at_once < 10:
             time.sleep(0.01)
         started_s, threads = time.monotonic(), threads_of_the_client()
-        answers.close()
+        completions.close()
         assert time.monotonic() - started_s < 2
         assert threads_of_the_client() < threads
 
@@ -358,13 +358,13 @@ def test_an_interrupt_ends_the_wait_at_once():
         threading.Thread(target=interrupt, daemon=True).start()
         started_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            answers_of(backend_of(server), requests_of(40))
+            completions_of(backend_of(server), requests_of(40))
         assert time.monotonic() - started_s < 3
 
 
 def test_it_answers_where_an_event_loop_runs_already():
     async def in_a_notebook() -> int:
-        return len(answers_of(backend_of(server), requests_of(3)))
+        return len(completions_of(backend_of(server), requests_of(3)))
 
     with FaultyServer() as server:
         assert asyncio.run(in_a_notebook()) == 3
@@ -376,9 +376,9 @@ def test_a_proxy_of_the_environment_is_used_but_not_for_loopback(monkeypatch):
             monkeypatch.setenv(name, proxy.url)
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.setenv(name, "other.invalid")
-        answers_of(backend_of(server), requests_of(1))
+        completions_of(backend_of(server), requests_of(1))
         assert (len(server.calls), len(proxy.calls)) == (1, 0)
-        answers_of(ServerBackend("http://model.invalid/v1", "tiny", SamplingParameters()), requests_of(2))
+        completions_of(ServerBackend("http://model.invalid/v1", "tiny", SamplingParameters()), requests_of(2))
         assert (len(server.calls), len(proxy.calls)) == (1, 2)
 
 

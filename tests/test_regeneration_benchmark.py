@@ -1,4 +1,4 @@
-"""The throughput command on a tiny target, and how it counts."""
+"""The throughput comparison of regeneration, on scripted backends and on a tiny target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_hf.regeneration.requests import Completion, RequestQueue, TurnReques
 
 
 class Scripted:
-    """Answers in order; the answer to request n is n tokens, or one more."""
+    """Completes requests in their order; the completion of request n has n tokens, or one more."""
 
     def __init__(self, name, log, extra=0):
         self.name, self.log, self.extra = name, log, extra
@@ -24,7 +24,7 @@ class Scripted:
             yield request, Completion({}, "stop", [], [7] * (number + (self.extra if number > 2 else 0)))
 
 
-def test_engines_take_turns_on_the_same_requests_and_tokens_are_counted():
+def test_backends_take_turns_on_the_same_requests_and_tokens_are_counted():
     log: list[str] = []
     requests = [TurnRequest(str(number), []) for number in range(1, 5)]
     backends = {"a": Scripted("a", log), "b": Scripted("b", log, extra=1)}
@@ -36,7 +36,7 @@ def test_engines_take_turns_on_the_same_requests_and_tokens_are_counted():
     assert measured["a"].seconds > 0
 
 
-def test_the_command_measures_both_and_their_fp32_answers_are_the_same(saved_target, tmp_path):
+def test_the_command_measures_both_and_their_fp32_completions_are_the_same(saved_target, tmp_path):
     folder, prompts, out = saved_target(), tmp_path / "prompts.jsonl", tmp_path / "numbers.json"
     prompts.write_text("".join(json.dumps({"prompt": "why " * (n + 1)}) + "\n" for n in range(9)))
     command = ["bench", "regenerate", "--target", folder, "--prompts", str(prompts), "--limit", "7"]

@@ -1,4 +1,4 @@
-"""The local backend against `generate` on one prompt at a time."""
+"""The local backend, compared with `generate` on one prompt at a time."""
 
 from __future__ import annotations
 
@@ -36,35 +36,41 @@ WORDS = ["", "a", "Why?", "Tell me a long story, please", "x" * 40, "one two", "
 
 
 def make_chat_target(seed: int = 0, end: Any = END, **overrides: Any) -> LlamaForCausalLM:
-    """A random target with the vocabulary of the byte tokenizer; few tokens end an answer, so most are cut."""
+    """A random target with the vocabulary of the byte tokenizer; most completions are truncated."""
     return make_target(seed, vocab_size=272, eos_token_id=end, pad_token_id=PAD, **overrides)
 
 
-def requests(number: int) -> list[TurnRequest]:
+def make_requests(number: int) -> list[TurnRequest]:
     return [
         TurnRequest(f"row {index}", [{"role": "user", "content": WORDS[index % len(WORDS)] * (1 + index % 3)}])
         for index in range(number)
     ]
 
 
-def answers_of(backend: LocalBackend, asked: Iterable[TurnRequest]) -> dict[str, Completion | Failure]:
-    found = [(request.conversation_id, answer) for request, answer in backend.completions(RequestQueue(asked))]
+def completions_of(backend: LocalBackend, requested: Iterable[TurnRequest]) -> dict[str, Completion | Failure]:
+    found = [
+        (request.conversation_id, completion) for request, completion in backend.completions(RequestQueue(requested))
+    ]
     assert len({name for name, _ in found}) == len(found)
     return dict(found)
 
 
-def ids_of(answers: dict[str, Completion | Failure]) -> dict[str, list[int] | None]:
-    return {name: answer.token_ids for name, answer in answers.items() if isinstance(answer, Completion)}
+def ids_of(completions: dict[str, Completion | Failure]) -> dict[str, list[int] | None]:
+    return {
+        name: completion.token_ids for name, completion in completions.items() if isinstance(completion, Completion)
+    }
 
 
 def alone(target: Any, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
     return greedy(target, torch.tensor([prompt_ids]), max_new_tokens, pad_token_id=PAD)
 
 
-def end_tokens(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list[TurnRequest]) -> list[int]:
-    """Tokens that the target often writes, so that answers of very different lengths end with them."""
+def end_tokens(
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, requested: list[TurnRequest]
+) -> list[int]:
+    """Tokens that the target often writes, so that completions of very different lengths end with them."""
     written = Counter()
-    for request in asked:
+    for request in requested:
         ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, return_dict=False)
         written.update(set(alone(target, ids, 16)[2:]))
     return [token for token, _ in written.most_common(3)]
@@ -102,92 +108,92 @@ def make_family(kind: str) -> Any:
     ("kind", "implementation"),
     [("full", "sdpa"), ("windows", "sdpa"), ("some windows", "eager"), ("learned positions", "sdpa")],
 )
-def test_greedy_answers_are_those_of_generate_on_each_prompt_alone(tokenizer, monkeypatch, kind, implementation):
-    monkeypatch.setattr(continuous_batching, "GROWTH_COLUMNS", 8)  # buffers grow while answers are under way
+def test_greedy_completions_are_those_of_generate_on_each_prompt_alone(tokenizer, monkeypatch, kind, implementation):
+    monkeypatch.setattr(continuous_batching, "GROWTH_COLUMNS", 8)  # buffers grow while completions are in progress
     target = make_family(kind)
     target.set_attn_implementation(implementation)
-    asked = requests(19)
-    ends = end_tokens(target, tokenizer, asked[:6])
+    requested = make_requests(19)
+    ends = end_tokens(target, tokenizer, requested[:6])
     target.generation_config.eos_token_id = [END, *ends]
     expected = {}
-    for request in asked:
+    for request in requested:
         ids = tokenizer.apply_chat_template(request.messages, add_generation_prompt=True, return_dict=False)
         expected[request.conversation_id] = alone(target, ids, 16)
-    assert len({len(answer) for answer in expected.values()}) > 4  # or all sequences would end at once
+    assert len({len(completion) for completion in expected.values()}) > 4  # or all sequences would end at once
     for is_continuous, batch_size in ((True, 1), (True, 3), (True, 17), (False, 17)):
         backend = LocalBackend(
             target, tokenizer, SamplingParameters(16), batch_size=batch_size, continuous_batching=is_continuous
         )
-        answers = answers_of(backend, asked)
-        assert ids_of(answers) == expected
-        for answer in answers.values():
-            assert isinstance(answer, Completion)
-            assert answer.token_ids
-            has_end = answer.token_ids[-1] in (END, *ends)
-            assert answer.finish_reason == ("stop" if has_end else "length")
-            content = answer.token_ids[:-1] if has_end else answer.token_ids
-            assert answer.message == {"role": "assistant", "content": tokenizer.decode(content)}
+        completions = completions_of(backend, requested)
+        assert ids_of(completions) == expected
+        for completion in completions.values():
+            assert isinstance(completion, Completion)
+            assert completion.token_ids
+            has_end = completion.token_ids[-1] in (END, *ends)
+            assert completion.finish_reason == ("stop" if has_end else "length")
+            content = completion.token_ids[:-1] if has_end else completion.token_ids
+            assert completion.message == {"role": "assistant", "content": tokenizer.decode(content)}
 
 
-def test_prompts_of_one_token_and_answers_of_one_token(tokenizer):
+def test_prompts_of_one_token_and_completions_of_one_token(tokenizer):
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     target = make_chat_target()
-    asked = [TurnRequest(text, [{"role": "user", "content": text}]) for text in "abcdef"]
+    requested = [TurnRequest(text, [{"role": "user", "content": text}]) for text in "abcdef"]
     for max_new_tokens in (1, 6):
         backend = LocalBackend(target, tokenizer, SamplingParameters(max_new_tokens), batch_size=4)
-        answers = answers_of(backend, asked)
-        for text, answer in answers.items():
-            assert isinstance(answer, Completion)
-            assert answer.prompt_ids == tokenizer.encode(text)
-            assert answer.token_ids == alone(target, answer.prompt_ids, max_new_tokens)
+        completions = completions_of(backend, requested)
+        for text, completion in completions.items():
+            assert isinstance(completion, Completion)
+            assert completion.prompt_ids == tokenizer.encode(text)
+            assert completion.token_ids == alone(target, completion.prompt_ids, max_new_tokens)
 
 
-def test_rules_of_the_generation_config_hold_as_in_generate(tokenizer):
+def test_the_generation_config_applies_as_in_generate(tokenizer):
     target = make_chat_target()
     target.generation_config.update(repetition_penalty=1.7, min_new_tokens=5, no_repeat_ngram_size=2)
-    common, *ends = end_tokens(target, tokenizer, requests(8))
+    common, *ends = end_tokens(target, tokenizer, make_requests(8))
     with torch.no_grad():  # token 0, which padding on the left may be made of, is written often
         target.lm_head.weight[0] = 3 * target.lm_head.weight[common]
     target.generation_config.eos_token_id = ends
     for is_continuous in (True, False):
-        answers = answers_of(
+        completions = completions_of(
             LocalBackend(target, tokenizer, SamplingParameters(16), batch_size=5, continuous_batching=is_continuous),
-            requests(8),
+            make_requests(8),
         )
-        for answer in answers.values():
-            assert isinstance(answer, Completion)
-            assert answer.prompt_ids
-            assert answer.token_ids
-            assert answer.token_ids == alone(target, answer.prompt_ids, 16)
-            assert len(answer.token_ids) >= 5
+        for completion in completions.values():
+            assert isinstance(completion, Completion)
+            assert completion.prompt_ids
+            assert completion.token_ids
+            assert completion.token_ids == alone(target, completion.prompt_ids, 16)
+            assert len(completion.token_ids) >= 5
 
 
 @pytest.mark.parametrize("temperature", [None, 0.9])
-def test_sampled_answers_depend_on_their_seed_alone(tokenizer, temperature):
+def test_sampled_completions_depend_on_their_seed_alone(tokenizer, temperature):
     target = make_chat_target()
     target.generation_config.update(do_sample=True, temperature=1.3, top_k=30, repetition_penalty=1.2)
     sampling = SamplingParameters(12, temperature, top_p=0.9, seed=5)
-    asked = requests(13)
-    first = ids_of(answers_of(LocalBackend(target, tokenizer, sampling, batch_size=4), asked))
-    for batch_size, order, is_continuous in ((13, asked[::-1], True), (1, asked, True), (3, asked, False)):
+    requested = make_requests(13)
+    first = ids_of(completions_of(LocalBackend(target, tokenizer, sampling, batch_size=4), requested))
+    for batch_size, order, is_continuous in ((13, requested[::-1], True), (1, requested, True), (3, requested, False)):
         backend = LocalBackend(target, tokenizer, sampling, batch_size=batch_size, continuous_batching=is_continuous)
-        assert ids_of(answers_of(backend, order)) == first
+        assert ids_of(completions_of(backend, order)) == first
     other_seed = SamplingParameters(12, temperature, top_p=0.9, seed=6)
-    assert ids_of(answers_of(LocalBackend(target, tokenizer, other_seed, batch_size=4), asked)) != first
+    assert ids_of(completions_of(LocalBackend(target, tokenizer, other_seed, batch_size=4), requested)) != first
     same_text = [TurnRequest(str(index), [{"role": "user", "content": "Why?"}]) for index in range(4)]
-    drawn = ids_of(answers_of(LocalBackend(target, tokenizer, sampling, batch_size=4), same_text))
-    assert len({tuple(answer or ()) for answer in drawn.values()}) == 4
+    sampled = ids_of(completions_of(LocalBackend(target, tokenizer, sampling, batch_size=4), same_text))
+    assert len({tuple(completion or ()) for completion in sampled.values()}) == 4
 
 
 @pytest.mark.parametrize("is_continuous", [True, False])
-def test_sampling_draws_from_the_distribution_of_the_target(tokenizer, is_continuous):
+def test_sampled_tokens_have_the_distribution_of_the_target(tokenizer, is_continuous):
     target = make_chat_target()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     sampling = SamplingParameters(1, temperature=1.5, top_k=6, top_p=0.95)
     number = 3000
-    asked = [TurnRequest(str(index), [{"role": "user", "content": "Why"}]) for index in range(number)]
+    requested = [TurnRequest(str(index), [{"role": "user", "content": "Why"}]) for index in range(number)]
     backend = LocalBackend(target, tokenizer, sampling, batch_size=500, continuous_batching=is_continuous)
-    counts = Counter((answer or [-1])[0] for answer in ids_of(answers_of(backend, asked)).values())
+    counts = Counter((completion or [-1])[0] for completion in ids_of(completions_of(backend, requested)).values())
     with torch.no_grad():
         scores, tokens = (target(torch.tensor([tokenizer.encode("Why")])).logits[0, -1] / 1.5).topk(6)
     probabilities = scores.softmax(-1)
@@ -203,7 +209,7 @@ def test_sampling_draws_from_the_distribution_of_the_target(tokenizer, is_contin
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def test_drawing_walks_through_the_summed_probabilities():
+def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_number():
     scores = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]] * 5).log()
     assert sample_tokens(scores, [0.0, 0.4999, 0.5, 0.75, 1 - 2**-32]).tolist() == [1, 1, 3, 4, 4]
     numbers = [RandomNumbers(7).next() for _ in range(2)]
@@ -211,23 +217,23 @@ def test_drawing_walks_through_the_summed_probabilities():
     assert 0 <= numbers[0] < 1
 
 
-def test_a_prompt_that_cannot_be_answered_fails_alone(tokenizer):
+def test_a_prompt_without_a_completion_fails_alone(tokenizer):
     target = make_chat_target(max_position_embeddings=40)
     template = tokenizer.chat_template
     tokenizer.chat_template = (
         "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no\nsuch role') }}{% endif %}" + template
     )
     texts = ["good", "bad", "x" * 60, "y" * 36, "z" * 37, "fine"]
-    asked = [TurnRequest(text[0], [{"role": "user", "content": text}]) for text in texts]
-    answers = answers_of(
-        LocalBackend(target, tokenizer, SamplingParameters(8), batch_size=2), [*asked, TurnRequest("none", [])]
+    requested = [TurnRequest(text[0], [{"role": "user", "content": text}]) for text in texts]
+    completions = completions_of(
+        LocalBackend(target, tokenizer, SamplingParameters(8), batch_size=2), [*requested, TurnRequest("none", [])]
     )
-    reasons = {name: answer.reason for name, answer in answers.items() if isinstance(answer, Failure)}
+    reasons = {name: completion.reason for name, completion in completions.items() if isinstance(completion, Failure)}
     assert set(reasons) == {"b", "x", "z", "none"}
     assert "no such role" in reasons["b"]
     assert "63 tokens" in reasons["x"]
     assert "40" in reasons["z"]
-    y = answers["y"]  # 39 tokens: room for one
+    y = completions["y"]  # 39 tokens: room for one
     assert isinstance(y, Completion)
     assert y.prompt_ids
     assert len(y.prompt_ids) == 39
@@ -238,13 +244,15 @@ def test_a_prompt_that_cannot_be_answered_fails_alone(tokenizer):
 def test_tools_and_template_arguments_reach_the_template(tokenizer):
     tokenizer.chat_template = "{{ tools | length }}{{ mood }}{{ messages[-1]['content'] }}"
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}] * 2
-    asked = TurnRequest("a", [{"role": "user", "content": "!"}], tools=tools, chat_template_kwargs={"mood": "glad"})
-    answer = answers_of(LocalBackend(make_chat_target(), tokenizer, SamplingParameters(2)), [asked])["a"]
-    assert isinstance(answer, Completion)
-    assert tokenizer.decode(answer.prompt_ids) == "2glad!"
+    requested = TurnRequest(
+        "a", [{"role": "user", "content": "!"}], tools=tools, chat_template_kwargs={"mood": "glad"}
+    )
+    completion = completions_of(LocalBackend(make_chat_target(), tokenizer, SamplingParameters(2)), [requested])["a"]
+    assert isinstance(completion, Completion)
+    assert tokenizer.decode(completion.prompt_ids) == "2glad!"
 
 
-def test_the_feed_is_read_as_far_as_needed_and_follow_ups_are_answered(tokenizer):
+def test_the_queue_is_read_as_far_as_needed_and_follow_ups_are_completed(tokenizer):
     target, read = make_chat_target(), []
 
     def endless():
@@ -258,25 +266,25 @@ def test_the_feed_is_read_as_far_as_needed_and_follow_ups_are_answered(tokenizer
     found.close()
     assert len(read) <= 16
 
-    feed = RequestQueue(requests(3))
+    queue = RequestQueue(make_requests(3))
     turns = []
-    for request, answer in LocalBackend(target, tokenizer, SamplingParameters(3), batch_size=2).completions(feed):
-        assert isinstance(answer, Completion)
+    for request, completion in LocalBackend(target, tokenizer, SamplingParameters(3), batch_size=2).completions(queue):
+        assert isinstance(completion, Completion)
         turns.append((request.conversation_id, request.turn))
         if request.turn < 2:
-            messages = [*request.messages, answer.message, {"role": "user", "content": "And?"}]
-            feed.put(TurnRequest(request.conversation_id, messages, request.turn + 1))
+            messages = [*request.messages, completion.message, {"role": "user", "content": "And?"}]
+            queue.put(TurnRequest(request.conversation_id, messages, request.turn + 1))
     assert sorted(turns) == [(f"row {index}", turn) for index in range(3) for turn in range(3)]
 
 
 def test_a_failed_first_turn_may_be_followed_by_another_request(tokenizer):
-    feed = RequestQueue([TurnRequest("bad", [])])
+    queue = RequestQueue([TurnRequest("bad", [])])
     backend = LocalBackend(make_chat_target(), tokenizer, SamplingParameters(2))
     names = []
-    for request, _ in backend.completions(feed):
+    for request, _ in backend.completions(queue):
         names.append(request.conversation_id)
         if request.conversation_id == "bad":
-            feed.put(requests(1)[0])
+            queue.put(make_requests(1)[0])
     assert names == ["bad", "row 0"]
 
 
@@ -284,9 +292,9 @@ def test_a_failed_first_turn_may_be_followed_by_another_request(tokenizer):
 def test_out_of_memory_halves_the_batch_and_loses_nothing(tokenizer, monkeypatch, is_continuous):
     target = make_chat_target()
     expected = ids_of(
-        answers_of(
+        completions_of(
             LocalBackend(target, tokenizer, SamplingParameters(8), continuous_batching=True, batch_size=1),
-            requests(11),
+            make_requests(11),
         )
     )
     forward = target.forward
@@ -296,11 +304,11 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(tokenizer, monkeypatch
             raise torch.OutOfMemoryError("no room")
         return forward(*args, **kwargs)
 
-    # What the backend reads of a target; functions have the attribute only once it is set
+    # The backend reads the signature of forward; functions have the attribute only once it is set
     with_room_for_three.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(target, "forward", with_room_for_three)
     backend = LocalBackend(target, tokenizer, SamplingParameters(8), batch_size=8, continuous_batching=is_continuous)
-    assert ids_of(answers_of(backend, requests(11))) == expected
+    assert ids_of(completions_of(backend, make_requests(11))) == expected
 
 
 def test_targets_that_have_other_caches_or_masks_are_answered_by_generate(tokenizer):
@@ -337,10 +345,10 @@ def test_targets_that_have_other_caches_or_masks_are_answered_by_generate(tokeni
     ):
         backend = LocalBackend(target, tokenizer, SamplingParameters(6), batch_size=3)
         assert not backend.continuous_batching
-        for answer in answers_of(backend, requests(5)).values():
-            assert isinstance(answer, Completion)
-            assert answer.prompt_ids
-            assert answer.token_ids == alone(target, answer.prompt_ids, 6)
+        for completion in completions_of(backend, make_requests(5)).values():
+            assert isinstance(completion, Completion)
+            assert completion.prompt_ids
+            assert completion.token_ids == alone(target, completion.prompt_ids, 6)
         with pytest.raises(ValueError, match=reason):
             LocalBackend(target, tokenizer, SamplingParameters(6), continuous_batching=True)
 
@@ -349,7 +357,7 @@ def test_the_target_is_left_as_it_was(tokenizer):
     target = make_chat_target()
     before = (target.config.to_dict(), target.generation_config.to_dict(), target.training)
     found = LocalBackend(target, tokenizer, SamplingParameters(5, temperature=0.7), batch_size=2).completions(
-        RequestQueue(requests(4))
+        RequestQueue(make_requests(4))
     )
     next(found)
     assert torch.is_grad_enabled()

@@ -24,30 +24,30 @@ def ids_of(messages: list[dict[str, str]]) -> list[int]:
 
 
 class Echo:
-    """Answers in capitals, newest request first; knows how to fail, to be cut, and to strip `~` from history."""
+    """Repeats the prompt in capitals, newest request first. It can fail, truncate, and strip `~` from history."""
 
-    def __init__(self, num_answers: int | None = None, with_ids: bool = True) -> None:
+    def __init__(self, num_completions: int | None = None, with_ids: bool = True) -> None:
         self.requests: list[TurnRequest] = []
-        self.num_answers, self.with_ids = num_answers, with_ids
+        self.num_completions, self.with_ids = num_completions, with_ids
         self.is_closed = False
 
-    def completions(self, feed: RequestQueue) -> Generator[tuple[TurnRequest, Completion | Failure]]:
+    def completions(self, queue: RequestQueue) -> Generator[tuple[TurnRequest, Completion | Failure]]:
         try:
             waiting: list[TurnRequest] = []
             while True:
-                while len(waiting) < 3 and (request := feed.take()) is not None:
+                while len(waiting) < 3 and (request := queue.take()) is not None:
                     waiting.append(request)
                 if not waiting:
                     return
-                if self.num_answers is not None and len(self.requests) >= self.num_answers:
+                if self.num_completions is not None and len(self.requests) >= self.num_completions:
                     raise KeyboardInterrupt
                 request = waiting.pop()
                 self.requests.append(request)
-                yield request, self.answer(request)
+                yield request, self.complete(request)
         finally:
             self.is_closed = True
 
-    def answer(self, request: TurnRequest) -> Completion | Failure:
+    def complete(self, request: TurnRequest) -> Completion | Failure:
         words = request.messages[-1]["content"]
         if words == "fail":
             return Failure("too long")
@@ -57,9 +57,12 @@ class Echo:
         message = {"role": "assistant", "content": text}
         if not self.with_ids:
             return Completion(message, "stop", num_tokens=len(text) + 1)
-        is_cut = words == "cut"
+        is_truncated = words == "cut"
         return Completion(
-            message, "length" if is_cut else "stop", prompt_ids, [*text.encode(), *([] if is_cut else [END])]
+            message,
+            "length" if is_truncated else "stop",
+            prompt_ids,
+            [*text.encode(), *([] if is_truncated else [END])],
         )
 
 
@@ -163,10 +166,10 @@ def test_what_fails_is_told_and_tried_again_by_the_next_run(tmp_path):
     assert progress.num_failed == 2
 
 
-@pytest.mark.parametrize("num_answers", [0, 1, 4, 6])
-def test_an_interrupted_run_goes_on_without_repeating_or_losing_a_row(tmp_path, num_answers):
+@pytest.mark.parametrize("num_completions", [0, 1, 4, 6])
+def test_an_interrupted_run_goes_on_without_repeating_or_losing_a_row(tmp_path, num_completions):
     prompts = [{"turns": ["a", "b"]}, {"prompt": "c"}, {"turns": ["d", "e", "f"]}, {"prompt": "g"}]
-    backend = Echo(num_answers)
+    backend = Echo(num_completions)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, prompts, backend)
     assert backend.is_closed
@@ -176,7 +179,7 @@ def test_an_interrupted_run_goes_on_without_repeating_or_losing_a_row(tmp_path, 
     assert sorted("".join(said(row)) for row in rows) == ["aAbB", "cC", "dDeEfF", "gG"]
 
 
-def test_closing_the_iterator_closes_the_engine_and_keeps_the_rows(tmp_path):
+def test_closing_the_iterator_closes_the_backend_and_keeps_the_rows(tmp_path):
     backend = Echo()
     with RowShards(tmp_path, asdict(SETTINGS)) as shards:
         steps = regenerate_rows([{"prompt": name} for name in "abcdef"], backend, shards, SETTINGS)
@@ -186,7 +189,7 @@ def test_closing_the_iterator_closes_the_engine_and_keeps_the_rows(tmp_path):
     assert len(rows_of(tmp_path)) == 1
 
 
-def test_prompts_are_read_only_as_far_as_the_engine_asks(tmp_path):
+def test_prompts_are_read_only_as_far_as_the_backend_asks(tmp_path):
     read = []
 
     def prompts():
@@ -223,7 +226,7 @@ def test_wrong_settings_are_refused():
             SamplingParameters(**{name: value})
 
 
-def test_rows_tell_whether_the_target_answered_them(tokenizer, caplog):
+def test_rows_tell_whether_the_target_generated_them(tokenizer, caplog):
     text = "<|user|>a<|end|><|assistant|>Yes.<|end|>"
     row = {
         "conversation_id": "x",
