@@ -7,10 +7,16 @@ README and in the overview of this folder. A test compares these pages with the 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+
+from dflash_hf.cli.demo import results_table
+from dflash_hf.evaluation import Summary
 
 CARDS = Path(__file__).parent
 PAGES = (CARDS.parent / "README.md", CARDS / "README.md")
@@ -46,6 +52,14 @@ def suite_table(results: list[dict[str, Any]], names: list[str], head: str) -> s
     return table(*rows)
 
 
+def demo_table(summary: dict[str, Any]) -> str:
+    """What `dflash-hf demo` prints."""
+    console = Console(width=80, file=io.StringIO())
+    console.print(results_table(Summary.from_dict(summary)))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return "\n```\n" + "\n".join(lines) + "\n```\n"
+
+
 def numbers() -> dict[str, str]:
     """The texts between the marks, by name."""
     demo = read_record("SmolLM2-135M-Instruct-DFlash-demo/results.json")["summary"]
@@ -58,6 +72,7 @@ def numbers() -> dict[str, str]:
     points = [long_curve[step] for step in CURVE_STEPS]
     short = [curves[name] for name in ("rows-250", "rows-1000", "rows-4683")]
     return {
+        "demo": demo_table(demo),
         "demo-length": f"{acceptance_length(demo):.2f} of 6",
         "demo-speed": f"{demo['speed_up']:.2f}×",
         "long-length": f"{acceptance_length(bare):.2f} of 8",

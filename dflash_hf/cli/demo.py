@@ -19,7 +19,6 @@ from ..regeneration.requests import SamplingParameters
 
 if TYPE_CHECKING:
     import datasets
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..evaluation.compare import Comparison, Summary
@@ -166,7 +165,7 @@ def demo(
         track(pairs, total=questions, description="answering without and with the draft", console=console)
     )
     summary = summarize_comparisons(comparisons, draft.config.block_size)
-    _show(summary, comparisons[0], tokenizer, model.dtype, console)
+    _show(summary, comparisons[0], tokenizer, console)
     questions_asked = f"{questions} {data.questions_description}"
     _save(
         output_dir, draft_dir, summary, comparisons, None if target else name, questions_asked, max_new_tokens, console
@@ -226,11 +225,17 @@ def _regenerate(
     return load_rows(str(folder), None, "train")
 
 
-def _show(
-    summary: Summary, first: Comparison, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, console: Console
-) -> None:
-    """Print the results, and the first question with its response."""
-    table = Table(title=f"{summary.num_prompts} held-out questions, greedy")
+def results_table(summary: Summary) -> Table:
+    """
+    Make the table of the results.
+
+    Args:
+        summary ([`Summary`]): of the held-out questions.
+
+    Returns:
+        `rich.table.Table`: at most 80 columns wide.
+    """
+    table = Table(title=f"{summary.num_prompts} held-out questions, greedy, bf16")
     table.add_column("")
     table.add_column("plain", justify="right")
     table.add_column("with the draft", justify="right")
@@ -240,14 +245,18 @@ def _show(
     for slot, share in enumerate(summary.slot_acceptance, start=1):
         table.add_row(f"  slots 1 … {slot} accepted" if slot > 1 else "  slot 1 accepted", "", _form(share, "{:.0%}"))
     table.add_row("identical answers", "", f"{summary.num_identical} of {summary.num_prompts}")
-    if summary.num_different:
+    if summary.num_near_ties is not None and summary.num_different:
         table.add_row("differ first at a near-tie", "", f"{summary.num_near_ties} of {summary.num_different}")
         table.caption = (
-            f"near-tie: in a plain forward pass of the target the two tokens' logits are at most "
-            f"{summary.near_tie_gap:g} below the best one, so that rounding in {str(dtype).removeprefix('torch.')} "
-            "decides between them"
+            "At a near-tie, the logits of both tokens are at most "
+            f"{summary.near_tie_gap:g} below the best one in a plain forward pass of the target."
         )
-    console.print(table)
+    return table
+
+
+def _show(summary: Summary, first: Comparison, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    """Print the results, and the first question with its response."""
+    console.print(results_table(summary))
     console.print(f"[bold]Question:[/] {first.prompt}", highlight=False)
     response = tokenizer.decode(first.drafted.token_ids, skip_special_tokens=True)
     console.print(f"[bold]Answer:[/] {response}", highlight=False)
