@@ -1,4 +1,4 @@
-"""Small checkpoints as other producers write them, from literals: nothing here comes from the package."""
+"""Small checkpoints in the formats of other producers, made from literals and without the package."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ LAYERS = {
 
 
 def network(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random tensors of a two-layer draft, under the names of the reference."""
+    """Make random tensors of a two-layer draft under the names of the reference implementation."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"fc": (32, 64), "hidden_norm": (32,), "norm": (32,)}
     for layer in range(2):
@@ -204,7 +204,7 @@ def write_checkpoint(folder: Path, config: Any, tensors: dict[str, torch.Tensor]
 
 
 def write_producer(folder: Path, producer: str, target: Any = None, **changes: Any) -> Path:
-    """A checkpoint of `producer` with the tensors of `network()`; `target` gives embedding and head."""
+    """Write a checkpoint of `producer` with the tensors of `network()` and the embedding and head of `target`."""
     config, renamed, target_tensors = PRODUCERS[producer]
     tensors = {}
     for name, value in network().items():

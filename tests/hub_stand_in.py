@@ -1,4 +1,4 @@
-"""A Hub in this process: the part of the Hub's HTTP API that pushing and pulling a model needs, in memory."""
+"""A Hub in memory, with the part of the Hub's HTTP API that pushing and loading a model needs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ RELATIONS = ("adapter", "finetune", "merge", "quantized")  # what the Hub takes 
 
 
 def blob_id(content: bytes) -> str:
-    """Git's name of a file's content."""
+    """Return the name that Git gives to the content of a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @dataclass
 class Repository:
-    """A model repository; each commit holds all files, and a reference is a branch or a tag."""
+    """A model repository. Each commit holds all files, and a reference is a branch or a tag."""
 
     private: bool = False
     gated: bool = False
@@ -35,7 +35,7 @@ class Repository:
     messages: list[str] = field(default_factory=list)
 
     def commit(self, files: dict[str, bytes | None], message: str, reference: str = "main") -> str:
-        """Add files, or take away those that are `None`."""
+        """Commit new files, and remove those that are `None`."""
         content = {**self.commits[self.references[reference]], **files}
         commit = hashlib.sha1(f"{len(self.commits)} {message}".encode()).hexdigest()
         self.commits[commit] = {name: data for name, data in content.items() if data is not None}
@@ -48,7 +48,7 @@ class Repository:
 
 
 class Refusal(Exception):  # noqa: N818  (an answer of the Hub)
-    """An answer with an error status and the Hub's error headers."""
+    """A response with an error status and the Hub's error headers."""
 
     def __init__(self, status: int, code: str | None, message: str, headers: Any = None, **body: str) -> None:
         codes = {} if code is None else {"X-Error-Code": code}
@@ -60,8 +60,8 @@ class HubStandIn:
     """
     The server. A token is the name of its user, who may write to the namespace of that name and to `"org"`.
 
-    `repositories` holds what was pushed, `requests` the method, path and token of every request; requests whose path
-    contains an element of `refused` are answered with 403.
+    `repositories` holds what was pushed, and `requests` holds method, path and token of every request. A request whose
+    path contains an element of `refused` gets the status 403.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class HubStandIn:
         self._server.server_close()
 
     def connect(self, monkeypatch: Any, home: Path, token: str | None = "writer") -> None:
-        """Point this process's huggingface_hub and transformers here, with an empty cache in `home`."""
+        """Make huggingface_hub and transformers of this process use this Hub, with an empty cache in `home`."""
         import huggingface_hub.constants as constants
         from huggingface_hub.hf_api import api
 
@@ -106,7 +106,7 @@ class HubStandIn:
             monkeypatch.setenv("HF_TOKEN", token)
 
     def environment(self, home: Path, token: str | None = "writer") -> dict[str, str]:
-        """Environment variables that point another process here."""
+        """Return environment variables that make another process use this Hub."""
         tokens = {} if token is None else {"HF_TOKEN": token}
         switches = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), **switches, **tokens}
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing on the terminal."""
+        """Print no log."""
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.token == "writer" and name.split("/")[0] in ("writer", "org")
 
     def _repository(self, name: str, revision: str = "main", *, to_write: bool = False) -> tuple[Repository, str]:
-        """A repository that this user may see (or write to), and the commit of a revision."""
+        """Return a repository that this user may read (or write), and the commit of a revision."""
         repository = self.hub.repositories.get(name)
         if repository is None or (repository.private and not self._may_write(name)):
             raise Refusal(404 if self.token else 401, "RepoNotFound", "Repository not found")

@@ -1,6 +1,7 @@
-"""Hidden states of a draft in the layout of speculators, by its own class, for the tests of the consumers.
+"""
+Compute hidden states of a draft with the class of speculators, for the tests of other software.
 
-Runs with the interpreter of an environment that has speculators, and imports nothing of this package.
+The interpreter of an environment with speculators runs this file, which imports nothing of this package.
 """
 
 from __future__ import annotations

@@ -153,7 +153,6 @@ def test_a_moved_target_does_not_keep_the_draft_from_loading(draft, tmp_path):
     ],
 )
 def test_a_wrong_pair_is_refused_when_tying_with_both_names(draft, change, words, tmp_path):
-    """Cases 14 and 29."""
     other = make_target(**change)
     other.save_pretrained(tmp_path / "other")
     draft.config.target_name_or_path = "org/right-target"

@@ -1,4 +1,4 @@
-"""Drafts written for other software, read by that software: transformers' Muse class, vLLM, dflash and speculators."""
+"""Other software reads the drafts that are written for it: transformers' Muse class, vLLM, dflash, speculators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_NEW_TOKENS = 64
 
 @pytest.mark.parametrize("layers", ["full", "sliding"])
 def test_transformers_muse_class_computes_the_same_hidden_states(layers, target, tmp_path):
-    """Its sliding window sees one key more than ours of the same number, so the layout writes one less."""
+    """Its sliding window sees one key more than ours at the same value, so the layout has a value one lower."""
     kinds = {
         "full": {},
         "sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": False},
@@ -89,7 +89,7 @@ def test_transformers_muse_class_drafts_the_same_tokens_in_generate(layers, targ
 
 
 def worker_interpreter(variable: str, package: str) -> str:
-    """The interpreter of another environment, named by an environment variable; skips where it is not."""
+    """Return the interpreter that an environment variable names, and skip the test if there is none."""
     interpreter = os.environ.get(variable)
     if not interpreter:
         pytest.skip(f"{variable} names no Python interpreter that has {package}")
@@ -135,7 +135,7 @@ def test_speculators_computes_the_same_logits_from_its_layout(saved_target, tmp_
 
 @pytest.fixture(scope="module")
 def trained_folder(tmp_path_factory) -> Path:
-    """`DFLASH_HF_DRAFT`, a draft for SmolLM2-135M-Instruct, or one trained for a minute."""
+    """Return the draft for SmolLM2-135M-Instruct in `DFLASH_HF_DRAFT`, or one that is trained for a minute."""
     if folder := os.environ.get("DFLASH_HF_DRAFT"):
         return Path(folder)
     folder = tmp_path_factory.mktemp("demo")
@@ -145,7 +145,7 @@ def trained_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompt_ids() -> list[list[int]]:
-    """Twelve questions through the chat template; a consumer gets tokens, so that no tokenizer makes a difference."""
+    """Render twelve questions with the chat template. Consumers get token ids, so that tokenizers cannot differ."""
     tokenizer = AutoTokenizer.from_pretrained(prepare_demo_target())
     device = torch.device("cpu")
     return [chat_inputs(tokenizer, prompt, device)["input_ids"][0].tolist() for prompt in read_prompts(QUESTIONS)[:12]]
@@ -153,7 +153,7 @@ def prompt_ids() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def own_passes(trained_folder, prompt_ids) -> dict[torch.dtype, list[list[int]]]:
-    """Tokens that each pass of our loop commits to each answer: a chain, the trained block."""
+    """Return the tokens that each pass of our loop commits to each response, with a chain of the trained block."""
     passes: dict[torch.dtype, list[list[int]]] = {torch.float32: [], torch.bfloat16: []}
     for dtype, answers in passes.items():
         target = AutoModelForCausalLM.from_pretrained(prepare_demo_target(), dtype=dtype).eval()
@@ -173,13 +173,13 @@ def own_passes(trained_folder, prompt_ids) -> dict[torch.dtype, list[list[int]]]
 
 
 def mean_length(answers: list[list[int]]) -> float:
-    """Acceptance length of the passes of several answers."""
+    """Compute the acceptance length of the passes of several responses."""
     return sum(map(sum, answers)) / sum(map(len, answers))
 
 
 @pytest.fixture(scope="module")
 def exported_folder(trained_folder, tmp_path_factory) -> Any:
-    """Writes the trained draft in a layout and a dtype."""
+    """Return a function that writes the trained draft in a layout and a dtype."""
 
     def export(layout: str, dtype: torch.dtype) -> Path:
         folder = tmp_path_factory.mktemp("export") / "SmolLM2-135M-Instruct-DFlash"
@@ -213,17 +213,17 @@ def run_vllm(prompt_ids, tmp_path) -> Any:
 @pytest.mark.consumers
 @pytest.mark.parametrize("layout", ["serving", "speculators"])
 def test_vllm_serves_an_exported_draft_and_accepts_as_much_as_our_loop(layout, run_vllm, own_passes, exported_folder):
-    """In bf16 half of the texts part at near-ties, and on a CPU vLLM norms keys with another weight: hence a tenth."""
+    """The tolerance is a tenth: bf16 texts diverge at near-ties, and vLLM on a CPU normalises keys differently."""
     result = run_vllm(exported_folder(layout, torch.bfloat16), "bfloat16")
-    accept_len = 1 + result["num_accepted_tokens"] / result["num_drafts"]
-    assert accept_len == pytest.approx(mean_length(own_passes[torch.bfloat16]), rel=0.1)
+    acceptance_length = 1 + result["num_accepted_tokens"] / result["num_drafts"]
+    assert acceptance_length == pytest.approx(mean_length(own_passes[torch.bfloat16]), rel=0.1)
 
 
 @pytest.mark.consumers
 def test_vllm_gives_the_same_fp32_text_with_and_without_a_draft_and_accepts_in_every_pass_what_our_loop_does(
     run_vllm, own_passes, exported_folder
 ):
-    """A near-tie may part one answer of twelve; the passes of the others are equal one by one."""
+    """One response of twelve may diverge at a near-tie. Every pass of the others is equal."""
     plain = run_vllm(None, "float32")
     drafted = run_vllm(exported_folder("serving", torch.float32), "float32", use_each_layers_k_norm=True)
     assert sum(map(list.__ne__, plain["token_ids"], drafted["token_ids"])) <= 1
@@ -237,7 +237,7 @@ def test_vllm_gives_the_same_fp32_text_with_and_without_a_draft_and_accepts_in_e
 
 @pytest.mark.consumers
 def test_the_dflash_package_loads_the_export_and_accepts_as_much_as_our_loop(prompt_ids, own_passes, exported_folder):
-    """Its acceptance is counted by the passes of the target; ours leaves out a pass for a single last token."""
+    """It counts acceptance over all passes of the target, and we leave out a pass for a single last token."""
     reference = pytest.importorskip("dflash.model", reason="the package dflash 0.1.0 is not installed")
     folder = exported_folder("serving", torch.float32)
     draft, info = reference.DFlashDraftModel.from_pretrained(folder, output_loading_info=True)
@@ -250,5 +250,5 @@ def test_the_dflash_package_loads_the_export_and_accepts_as_much_as_our_loop(pro
         prompt = torch.tensor([ids])
         sequence = reference.dflash_generate(draft, target, prompt, MAX_NEW_TOKENS, [target.config.eos_token_id])
         num_tokens += sequence.shape[1] - prompt.shape[1] - 1  # the first one comes from the prefill
-    accept_len = num_tokens / (len(passes) - len(prompt_ids))
-    assert accept_len == pytest.approx(mean_length(own_passes[torch.float32]), rel=0.05)
+    acceptance_length = num_tokens / (len(passes) - len(prompt_ids))
+    assert acceptance_length == pytest.approx(mean_length(own_passes[torch.float32]), rel=0.05)

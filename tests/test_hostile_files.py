@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or made to do harm: one clear error each, no code executed, nothing written."""
+"""Damaged and malicious checkpoints end in one clear error each. No code runs and nothing is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_
 
 
 class Bomb:
-    """Runs when it is unpickled."""
+    """An object whose unpickling runs code."""
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return os.mkdir, (os.path.join(os.environ["BOMB_FOLDER"], "exploded"),)
@@ -234,7 +234,7 @@ def test_a_destination_with_files_is_not_touched(draft, tmp_path):
 
 
 def test_float16_is_warned_about(draft, tmp_path, caplog):
-    """Its activations may overflow, and the acceptance is then exactly zero."""
+    """The activations of a float16 draft may overflow, and then no token is accepted."""
     draft.save_pretrained(tmp_path / "draft")
     logger = logging.getLogger("dflash_hf.model.modeling_dflash")
     logger.addHandler(caplog.handler)

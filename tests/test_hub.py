@@ -26,7 +26,7 @@ NATIVE_FILES = WEIGHTS_AND_CODE | CARD_FILES
 
 
 def shareable_draft(seed: int = 1, **overrides) -> DFlashDraftModel:
-    """A tiny draft whose configuration names a target on the Hub."""
+    """Make a tiny draft whose configuration names a target on the Hub."""
     draft = make_draft(make_target(), seed, **overrides)
     draft.config.target_name_or_path = "org/target"
     return draft
@@ -49,7 +49,7 @@ def assert_same_tensors(tensors, draft, dtype: torch.dtype = torch.float32) -> N
 
 
 def put(hub: HubStandIn, name: str, folder: Path, **values) -> Repository:
-    """Make a repository out of a folder without a push."""
+    """Create a repository from a folder without a push."""
     repository = hub.repositories[name] = Repository(**values)
     repository.commit({path.name: path.read_bytes() for path in folder.iterdir()}, "put")
     return repository
@@ -164,7 +164,7 @@ def test_token_cache_folder_and_local_files_only_reach_the_look_up_of_the_target
 
 
 def test_cached_repositories_load_offline_and_so_does_the_target(hub, tmp_path, monkeypatch):
-    """Nothing asks the network for what is in the cache."""
+    """Files in the cache cause no network request."""
     put_target(hub, tmp_path / "target")
     draft = shareable_draft()
     draft.push_to_hub("org/my-draft")
@@ -264,7 +264,7 @@ print(json.dumps([digest(each) for each in (draft, sharded, pinned, offline)]))
 
 @pytest.mark.spawns
 def test_a_pull_without_the_package_is_bit_equal_and_drafts_by_remote_code(hub, tmp_path):
-    """With a repository in place of a folder."""
+    """Convert from a repository instead of a folder."""
     draft, old = shareable_draft(1), shareable_draft(2)
     put_target(hub, tmp_path / "target")
     old.push_to_hub("org/my-draft", revision="old")

@@ -60,7 +60,7 @@ VARIANTS = {
 
 
 def values_of(config: DFlashConfig) -> dict:
-    """What a configuration says, without the bookkeeping of files."""
+    """Return the values of a configuration without those that only describe a file."""
     skipped = {"architectures", "auto_map", "transformers_version", "dtype", "_name_or_path"}
     return {name: value for name, value in config.to_dict().items() if name not in skipped}
 
@@ -72,7 +72,7 @@ def run_block(draft: DFlashDraftModel, inputs: torch.Tensor, context: torch.Tens
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 def test_every_producers_checkpoint_loads_and_computes_what_its_producer_computes(producer, target, tmp_path):
-    """Configuration, tensors bit for bit, and the hidden states of a loop over the producer's own numbers."""
+    """Compare the configuration, every bit of the tensors, and hidden states with a loop over its values."""
     folder = write_producer(tmp_path / "draft", producer, target)
     draft = DFlashDraftModel.from_pretrained(folder, target=target, **ARGUMENTS.get(producer, {}))
     weights = network()
@@ -331,7 +331,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_every_spelling_of_the_rotary_base_gives_the_angles_of_qwen3(spelling):
-    """At position 500, where another base shows."""
+    """Position 500 would reveal another base."""
     raw = {**Z_LAB, "block_size": 4, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}, **spelling}
     config = DFlashConfig.from_dict(raw)
     assert config.rope_theta == 5000.0
@@ -348,7 +348,7 @@ def test_every_spelling_of_the_rotary_base_gives_the_angles_of_qwen3(spelling):
     assert serving["rope_theta"] == serving["rope_parameters"]["rope_theta"] == 5000.0
 
 
-def test_rotary_keys_of_the_target_are_left_out_aloud(caplog):
+def test_rotary_keys_of_the_target_are_dropped_with_a_warning(caplog):
     """The saved configuration describes the rotation that runs."""
     rope = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 2]}
     nested = {"mask_token_id": 96, "target_layer_ids": [0, 2], "block_size": 4}
@@ -437,7 +437,7 @@ def test_a_mask_vector_in_a_file_of_its_own_is_refused_unopened(tmp_path):
 
 @pytest.mark.parametrize("producer", ["TorchSpec", "speculators, older", "SpecForge, with its old head"])
 def test_copies_of_the_targets_tensors_are_compared_when_tying(producer, target, tmp_path):
-    """Rule 7: dropped only when equal; the checksum survives being saved as ours."""
+    """They are dropped only if they are equal, and their checksums survive saving in our layout."""
     folder = write_producer(tmp_path / "draft", producer, target)
     draft = DFlashDraftModel.from_pretrained(folder, target=False, **ARGUMENTS.get(producer, {}))
     assert draft.config.target_tensor_checksums

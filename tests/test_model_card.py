@@ -1,4 +1,4 @@
-"""Model cards: every fact told or said to be missing, snippets that run, and what a training run writes."""
+"""Model cards print every fact or say that it is missing, their snippets run, and a training run writes them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def config(draft) -> DFlashConfig:
 
 
 def rows_in(content: str, heading: str) -> dict[str, str]:
-    """First and second cell of the rows below a heading, as a Markdown reader splits them."""
+    """Return the first two cells of the table rows below a heading, split as a Markdown reader splits them."""
     part = content.split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in part.splitlines() if line.startswith("|")]
     cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
@@ -405,7 +405,7 @@ def test_folders_and_facts_that_cannot_be_read_are_named(draft, tmp_path):
     draft.save_pretrained(tmp_path)
     for content, kind, words in (
         ("{", OSError, "not valid JSON"),
-        ("[]", OSError, "must hold a JSON object, not list"),
+        ("[]", OSError, "must hold a JSON object, but it holds a list"),
         ('{"title": "x", "fame": 1}', ValueError, "does not hold the facts.*fame"),
         ("{}", ValueError, "does not hold the facts.*title"),
         ('{"title": "x", "measured": {"accept_len": 1}}', ValueError, "does not hold the facts.*num_prompts"),
@@ -482,7 +482,7 @@ EVALUATED = [folder for folder in PUBLISHED if folder != OF_THE_DEMO]
 
 @pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
 def test_published_cards_are_what_their_facts_render_to(folder):
-    """After a change of the template: `write_model_card(folder, DraftCard.from_folder(folder))`."""
+    """After a change of the template, write each README.md again from `DraftCard.from_folder(folder).render(...)`."""
     card = DraftCard.from_folder(folder)
     pictures = [PICTURE_NAME, *(card.suite.pictures if card.suite else ())]
     assert (folder / "README.md").read_text() == str(card.render(pictures[0], None, pictures[1:]))
@@ -537,7 +537,7 @@ def snippets(content: str) -> list[str]:
 
 @pytest.mark.spawns
 def test_the_transformers_snippets_run_against_the_saved_folder(saved_target, tmp_path, capsys):
-    """The first in this process; the second, of people without the package, in one that cannot import it."""
+    """The first snippet runs in this process, and the second in one that cannot import the package."""
     target = AutoModelForCausalLM.from_pretrained(saved_target(num_hidden_layers=8))
     draft = make_draft(target, mask_token_id=270, target_name_or_path="some-org/some-target")
     folder = tmp_path / "saved"
@@ -785,7 +785,7 @@ def test_only_the_main_process_writes_and_an_edited_card_of_a_run_is_kept(target
 
 
 def test_a_checkpoint_that_is_pushed_while_training_has_its_card_in_time(target, tmp_path):
-    """Trainer uploads a checkpoint before it tells anyone that it has saved it."""
+    """In transformers 5.24 Trainer uploads a checkpoint before it calls `on_save`."""
     trainer = make_trainer(target, tmp_path, max_steps=1)
     checkpoint = tmp_path / "out" / "checkpoint-1"
     checkpoint.mkdir(parents=True)

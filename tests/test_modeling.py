@@ -27,7 +27,7 @@ VARIANTS = {
 
 
 def run_training(draft, context, block_inputs, plan, valid, **kwargs):
-    """All blocks of a plan at once: [N, B, H]."""
+    """Return the outputs of all blocks of a plan, computed in one pass, as `[N, B, H]`."""
     rows, length = valid.shape
     positions = torch.arange(length).repeat(rows, 1)
     return draft(
@@ -86,7 +86,7 @@ def test_packed_blocks_equal_the_loop_written_network_in_value_and_gradient(vari
 
 
 def test_block_cannot_see_context_at_or_after_its_anchor(draft):
-    """Blocks overlap, anchors are 1 apart; outputs are unchanged bit for bit, and the gradient is exactly zero."""
+    """The blocks overlap with anchors 1 apart. Outputs do not change in any bit, and the gradient is exactly zero."""
     valid = torch.ones(1, 12, dtype=torch.bool)
     plan = make_plan(valid, anchors_per_sample=9)
     assert plan.anchor_positions.tolist() == list(range(9))
@@ -134,7 +134,7 @@ def test_a_batch_without_any_block_still_runs_and_stays_in_the_graph(draft):
 
 
 def test_gradient_checkpointing_changes_nothing(draft):
-    """Checkpointing over inputs that need no gradient could give parameters none."""
+    """Checkpointing over inputs that need no gradient could leave parameters without one."""
     valid = torch.ones(1, 9, dtype=torch.bool)
     plan, context, inputs = make_plan(valid), torch.randn(1, 9, 64), torch.randn(1, 24, 32)
     gradients = []
@@ -189,7 +189,7 @@ def test_every_dtype_pair_computes_in_the_drafts_and_returns_the_targets(draft, 
 
 
 def test_a_wrong_target_is_refused_in_forward_with_both_sides_in_the_message(draft):
-    """Native generation never ties, so the forward pass checks again."""
+    """Native generation never ties the draft, so the forward pass checks the widths again."""
     with pytest.raises(ValueError, match=r"width 32 and 64 context values.*gave 48 and 96"):
         draft(noise_embeds=torch.randn(1, 4, 48), context_hidden_states=torch.randn(1, 5, 96))
     with pytest.raises(ValueError, match="attention_mask has 3 columns"):
@@ -201,7 +201,7 @@ def test_a_wrong_target_is_refused_in_forward_with_both_sides_in_the_message(dra
 
 
 def test_rotary_angles_survive_loading_and_casting(draft, target, tmp_path):
-    """No buffer may be left uninitialised by from_pretrained or be cast by .to(); position 500 shows it (case 18)."""
+    """from_pretrained must leave no buffer uninitialised and .to() must cast none, as position 500 would show."""
     draft.save_pretrained(tmp_path)
     loaded = DFlashDraftModel.from_pretrained(tmp_path)
     assert not list(loaded.buffers())

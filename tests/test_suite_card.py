@@ -1,4 +1,4 @@
-"""What a model card says of `dflash-hf eval`."""
+"""The section of a model card with the results of `dflash-hf eval`."""
 
 from __future__ import annotations
 

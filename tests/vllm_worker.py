@@ -1,6 +1,7 @@
-"""Greedy answers of vLLM, with or without a draft, for the tests of the consumers: a JSON request in, a JSON file out.
+"""
+Run vLLM greedily with or without a draft, for the tests of other software. It reads and writes JSON files.
 
-Runs with the interpreter of an environment that has vLLM, and imports nothing of this package.
+The interpreter of an environment with vLLM runs this file, which imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """Passes with a draft, drafted tokens that were accepted, and the same a slot."""
+    """Return the number of passes with a draft and of accepted draft tokens, in total and for each slot."""
     found: dict[str, Any] = {}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:spec_decode_")
@@ -24,15 +25,15 @@ def counters(llm: Any) -> dict[str, Any]:
 
 
 def num_slots(folder: str) -> int:
-    """Slots that a draft fills in a block: all but the anchor."""
+    """Return the number of slots that a draft fills in a block, which are all but the anchor."""
     return json.loads((Path(folder) / "config.json").read_text())["block_size"] - 1
 
 
 def use_each_layers_k_norm(worker: Any) -> None:
     """
-    Norm the context's keys of every draft layer with that layer's own weight.
+    Normalise the context keys of every draft layer with the weight of that layer.
 
-    The CPU kernel of vLLM 0.32 takes the first layer's for all of them; its CUDA kernel does what this does.
+    The CPU kernel of vLLM 0.32 uses the weight of the first layer for all of them. Its CUDA kernel does it right.
     """
     import torch
 

@@ -85,10 +85,10 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise OSError(f"{str(path)!r} cannot be read: {error.strerror}. Give a readable file.") from error
     except (ValueError, RecursionError) as error:
-        raise OSError(f"{str(path)!r} is not valid JSON ({error}). Download or copy it again.") from error
+        raise OSError(f"{str(path)!r} is not valid JSON ({error}). Replace the file.") from error
     if not isinstance(value, dict):
         raise OSError(
-            f"{str(path)!r} must hold a JSON object, but it holds a {type(value).__name__}. Download it again."
+            f"{str(path)!r} must hold a JSON object, but it holds a {type(value).__name__}. Replace the file."
         )
     return value
 

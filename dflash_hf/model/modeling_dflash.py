@@ -504,10 +504,10 @@ def embedding_scale(embedding: nn.Module) -> float | None:
     known = getattr(embedding, "scalar_embed_scale", None)
     if known is not None:
         return float(known)
-    row = int(weight.detach()[:64].float().abs().sum(-1).argmax())
+    token_id = int(weight.detach()[:64].float().abs().sum(-1).argmax())
     with torch.no_grad():
-        embedded = embed_tokens(embedding, torch.tensor([row], device=weight.device))[0].float()
-    plain = weight.detach()[row].float()
+        embedded = embed_tokens(embedding, torch.tensor([token_id], device=weight.device))[0].float()
+    plain = weight.detach()[token_id].float()
     return float(embedded @ plain / (plain @ plain)) if plain.any() else None
 
 
