@@ -208,17 +208,17 @@ def other_template(folder: Path, clinic: Clinic) -> Path:
 
 
 BREAKS: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "tapped layers off by one": (in_config(target_layer_ids=[1, 3, 5]), "tapped layers", "layer_ids to [0, 2, 4]"),
-    "tapped layers in another order": (
-        in_config(target_layer_ids=[4, 0, 2]), "order of layers", "Set target_layer_ids to [0, 2, 4]"
+    "target layers off by one": (in_config(target_layer_ids=[1, 3, 5]), "target layers", "layer_ids to [0, 2, 4]"),
+    "target layers in another order": (
+        in_config(target_layer_ids=[4, 0, 2]), "layer order", "Set target_layer_ids to [0, 2, 4]"
     ),
-    "the last layer tapped": (in_config(target_layer_ids=[0, 2, 7]), "draft files", "dflash-hf convert --set"),
+    "the last layer of the target": (in_config(target_layer_ids=[0, 2, 7]), "draft files", "dflash-hf convert --set"),
     "slots trained one ahead": (trained_on_next_slots, "slot layout", "Label slot k with input_ids[a + k]"),
     "another mask token": (in_config(mask_token_id=65), "mask token id", "Set mask_token_id to 261"),
     "a mask token outside the embedding": (in_config(mask_token_id=999), "draft files", "dflash-hf convert --set"),
-    "other rotary angles": (
+    "another rotary embedding": (
         in_config(rope_parameters={"rope_type": "default", "rope_theta": 3.0}),
-        "rotary angles",
+        "rotary embedding",
         '"rope_theta": 10000.0',
     ),
     "another causality": (needing_to_see_the_whole_block, "causality", "Set is_causal to false"),
@@ -241,9 +241,9 @@ BREAKS: dict[str, tuple[Callable[..., Any], str, str]] = {
         in_tensors(lambda tensors: tensors["fc.weight"][0, 0].fill_(float("nan"))), "draft files", "diverged"
     ),
     "a missing tensor": (
-        in_tensors(lambda tensors: tensors.pop("hidden_norm.weight")), "draft files", "Copy the folder again"
+        in_tensors(lambda tensors: tensors.pop("hidden_norm.weight")), "draft files", "Copy the whole folder again"
     ),
-    "half a file": (truncated, "draft files", "Copy the folder again"),
+    "half a file": (truncated, "draft files", "Copy the whole folder again"),
     "weights that were never trained": (never_trained, "weights", "never trained"),
 }  # fmt: skip
 
@@ -290,7 +290,7 @@ def test_an_unreadable_target_and_bad_options_end_in_words(doctor, clinic, tmp_p
     assert (code, statuses(record, "fault")) == (1, ["target files"])
     code, _, err = run("doctor", "--draft", clinic.draft_folder, "--num-prompts", 65)
     assert code == 1
-    assert "--num-prompts 65 must be 1 to 64" in err
+    assert "--num-prompts 65 must be in 1 … 64" in err
     code, _, err = run("doctor", "--draft", clinic.draft_folder, "--max-new-tokens", 1)
     assert "--max-new-tokens 1 must be at least 2" in err
 
@@ -380,5 +380,5 @@ def test_a_check_that_fails_is_a_finding_and_the_verdict_counts_it():
 def test_every_finding_has_a_paragraph_in_the_guide(clinic, doctor):
     _, record, _ = doctor(clinic.draft_folder)
     guide = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
-    for name in [item["name"] for item in record["findings"]] + ["answers", "target files"]:
+    for name in [item["name"] for item in record["findings"]] + ["target generation", "target files"]:
         assert f"**{name}**" in guide

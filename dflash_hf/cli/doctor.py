@@ -1,4 +1,4 @@
-"""`dflash-hf doctor`: what is wrong with a pair, measured, and what to do."""
+"""The command `dflash-hf doctor`, which diagnoses a pair of target and draft."""
 
 from __future__ import annotations
 
@@ -24,33 +24,42 @@ SIGNS = {
 
 
 def doctor(
-    draft: Annotated[str, typer.Option(help="Folder or Hub name of the draft.")],
-    target: Annotated[str | None, typer.Option(help="Folder or Hub name; default: the one the draft names.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of target and draft: auto, bfloat16, float16, float32.")] = "auto",
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with turns, prompt or messages; default: GSM8K test questions.")
+    draft: Annotated[str, typer.Option(help="Hub name or folder of the draft.")],
+    target: Annotated[
+        str | None, typer.Option(help="Hub name or folder of the target. By default, the target that the draft names.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Take so many.")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = MAX_NEW_TOKENS,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the findings here.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="dtype of the target and the draft: auto, bfloat16, float16 or float32.")
+    ] = "auto",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines with turns, prompt or messages. By default, test questions of GSM8K."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts to use.")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest response in tokens.")] = MAX_NEW_TOKENS,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the findings to this file.")] = None,
 ) -> None:
-    """Find out why a draft is accepted rarely or not at all; exit code 1 if there is a fault."""
+    """Diagnose why the target accepts few or no tokens of a draft. The exit code is 1 if there is a fault."""
     from ..data.prompts import read_prompts
     from ..doctor.examination import verdict
 
     questions = read_prompts(str(prompts or QUESTIONS))
     if not 1 <= num_prompts <= len(questions):
-        raise ValueError(f"--num-prompts {num_prompts} must be 1 to {len(questions)}, the prompts in the file.")
+        raise ValueError(
+            f"--num-prompts {num_prompts} must be in 1 … {len(questions)}, the number of prompts in the file. Pass a "
+            "number in this range."
+        )
     if max_new_tokens < 2:
         raise ValueError(
-            f"--max-new-tokens {max_new_tokens} must be at least 2: a token to start from and one to draft."
+            f"--max-new-tokens {max_new_tokens} must be at least 2: the anchor and one drafted token. Pass a larger "
+            "number."
         )
     if json_file is not None and not json_file.parent.is_dir():
-        raise FileNotFoundError(f"--json {json_file}: the folder {json_file.parent} does not exist. Make it first.")
+        raise FileNotFoundError(f"--json {json_file}: the folder {json_file.parent} does not exist. Create it first.")
     console = Console()
     findings: list[Finding] = []
-    with console.status("loading …") as status:
-        for finding in _examine(draft, target, dtype, questions[:num_prompts], max_new_tokens, status.update):
+    with console.status("Loading …") as status:
+        for finding in _diagnose(draft, target, dtype, questions[:num_prompts], max_new_tokens, status.update):
             findings.append(finding)
             console.print(
                 f"{SIGNS[finding.status]} [bold]{finding.name}[/]: {escape(finding.measured)}",
@@ -74,10 +83,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examine(
+def _diagnose(
     draft: str, target: str | None, dtype: str, prompts: list[str], max_new_tokens: int, show: Callable[[str], None]
 ) -> Iterator[Finding]:
-    """Load the pair, each part with its own finding, then look at it."""
+    """Load the pair, with a finding for each part, and yield the findings of its diagnosis."""
     from safetensors import SafetensorError
     from torch import nn
 
@@ -93,23 +102,22 @@ def _examine(
             "draft files",
             FAULT,
             " ".join(str(error).split()),
-            "Copy the folder again from where it was trained, whole. Values that are not finite come from a training "
-            "that diverged: take an earlier checkpoint. A draft that config.json describes wrongly is corrected with "
-            "dflash-hf convert --set.",
+            "Copy the whole folder again from where the draft was trained. If values are not finite, the training "
+            "diverged: use an earlier checkpoint. To correct a wrong config.json, run dflash-hf convert --set.",
         )
         return
     config = pair.config
-    yield Finding("draft files", OK, f"{draft}: {config.num_hidden_layers} layers, block {config.block_size}")
+    yield Finding("draft files", OK, f"{draft}: {config.num_hidden_layers} layers, block size {config.block_size}")
     weights = guarded("weights", lambda: check_weights(pair))
     yield weights
     name = target or config.target_name_or_path
     if name is None:
-        yield Finding("target files", FAULT, "the draft names no target", "Pass --target.")
+        yield Finding("target files", FAULT, "config.json of the draft names no target", "Pass --target.")
         return
     try:
         model, tokenizer = load_target(name, dtype)
     except (OSError, SafetensorError) as error:
-        advice = "Give --target a folder or Hub name with config, weights and tokenizer."
+        advice = "Pass a --target with a configuration, weights and a tokenizer."
         yield Finding("target files", FAULT, " ".join(str(error).split()), advice)
         return
     yield Finding("target files", OK, f"{name} in {str(model.dtype)[6:]} on {model.device}")

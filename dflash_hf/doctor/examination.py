@@ -23,7 +23,7 @@ from .checks import (
 )
 from .finding import CHECK_ERRORS, FAULT, MAX_NEW_TOKENS, OK, SKIPPED, WARNING, Finding, guarded
 from .forced_decoding import AnsweredPrompts, accept_len_of, accepted_slots, answer_prompts, check_slots, walked
-from .perturbations import measure_alterations
+from .perturbations import measure_perturbations
 
 USELESS_BELOW, WEAK_BELOW = 1.2, 1.5  # tokens a pass: below them a block costs more than it saves, or about as much
 # Relative, between drafting on the finished text and real decoding of the same text: in half precision a pass here and
@@ -71,8 +71,10 @@ class Examination:
         try:
             answered = self.answered
         except CHECK_ERRORS as error:
-            message = f"the target cannot answer: {type(error).__name__}: {' '.join(str(error).split())}"
-            yield self._keep(Finding("answers", FAULT, message, "First make target.generate work without a draft."))
+            message = f"the target cannot generate: {type(error).__name__}: {' '.join(str(error).split())}"
+            yield self._keep(
+                Finding("target generation", FAULT, message, "First make target.generate work without a draft.")
+            )
             return
         yield from self._each(
             on_check,
@@ -86,13 +88,13 @@ class Examination:
         )
         if all(finding.name in ("pair", "chat template") for finding in self.faults):  # these leave slots comparable
             try:
-                for finding in measure_alterations(
+                for finding in measure_perturbations(
                     self.target, self.draft, self.tokenizer, answered, self._answer, on_check
                 ):
                     yield self._keep(finding)
             except CHECK_ERRORS as error:
-                message = f"could not be measured: {type(error).__name__}: {' '.join(str(error).split())}"
-                yield self._keep(Finding("alterations", SKIPPED, message))
+                message = f"the measurement failed: {type(error).__name__}: {' '.join(str(error).split())}"
+                yield self._keep(Finding("perturbations", SKIPPED, message))
         yield from self._each(on_check, {"generation": self._generation, "acceptance": self._acceptance})
 
     @property

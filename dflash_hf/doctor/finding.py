@@ -1,4 +1,4 @@
-"""What one check of a pair found: how bad it is, what was measured, and what to do."""
+"""The finding of a check: its status, what was measured, and what to do."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MAX_NEW_TOKENS = 64  # longest answer of a diagnosis
+MAX_NEW_TOKENS = 64  # default length of the responses of a diagnosis
 OK, WARNING, FAULT, SKIPPED = "ok", "warning", "fault", "skipped"
-# What a check of unknown files and models may raise; PyTorch reports lack of memory and wrong shapes as RuntimeError.
+# Exceptions that a check of unknown files and models may raise. PyTorch reports a lack of memory and wrong shapes as
+# RuntimeError.
 CHECK_ERRORS = (ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ArithmeticError)
 
 
@@ -18,10 +19,11 @@ class Finding:
     The result of one check.
 
     Args:
-        name (`str`): what was looked at; docs/troubleshooting.md has a paragraph of the same name.
-        status (`str`): `"ok"`, `"warning"` (works, but look at it), `"fault"` or `"skipped"`.
-        measured (`str`): what was seen, with numbers.
-        advice (`str`): what to do; empty where there is nothing to do.
+        name (`str`): The name of the check. `docs/troubleshooting.md` has an entry of the same name.
+        status (`str`): `"ok"`, `"warning"` (the pair works, and the finding deserves attention), `"fault"` or
+            `"skipped"`.
+        measured (`str`): What was measured, with numbers.
+        advice (`str`): What to do; empty if nothing needs to be done.
     """
 
     name: str
@@ -30,20 +32,20 @@ class Finding:
     advice: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Its values, for JSON."""
+        """Return the values for JSON."""
         return asdict(self)
 
 
 def guarded(name: str, check: Callable[[], Finding]) -> Finding:
     """
-    Run a check so that its own failure is a finding and does not hide the others.
+    Run a check and turn its failure into a finding, so that the other checks still run.
 
     Args:
-        name (`str`): of the check.
-        check (`Callable`): makes the finding.
+        name (`str`): The name of the check.
+        check (`Callable`): The check, which returns a finding.
 
     Returns:
-        [`Finding`]: the check's, or a fault that says how it failed.
+        [`Finding`]: The finding of the check, or a fault that says how the check failed.
 
     Example:
 
@@ -61,5 +63,5 @@ def guarded(name: str, check: Callable[[], Finding]) -> Finding:
             name,
             FAULT,
             f"the check failed: {type(error).__name__}: {message}",
-            "Do what the message says; if it is about memory, use fewer prompts or shorter answers.",
+            "Follow the message. If memory is short, use fewer prompts or shorter responses.",
         )

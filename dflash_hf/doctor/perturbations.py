@@ -1,4 +1,4 @@
-"""What could be wrong with a pair, tried out: the same measurement with one thing altered at a time."""
+"""Perturbations of a pair: the acceptance is measured again with one setting changed at a time."""
 
 from __future__ import annotations
 
@@ -19,44 +19,48 @@ from ..model.modeling_dflash import DFlashDraftModel, embedding_scale
 from .finding import CHECK_ERRORS, FAULT, OK, SKIPPED, WARNING, Finding
 from .forced_decoding import AnsweredPrompts, accepted_slots
 
-# An alteration counts from this gain in tokens a pass on, and only beyond the noise of the anchors: other prompts of
-# the same kind move the mean of a good draft by about half of it, and a wrong setting costs more.
-MARKED_GAIN = 0.3
-STANDARD_ERRORS = 4  # neighbouring anchors are drafted for the same tokens, so that their plain error is too small
-WHOLE_SHARE = 0.9  # of the block: nothing is left to find above it
-MAX_PERMUTED = 4  # taps whose orders are all tried; of more, the reversed one and those of two neighbours
+# A perturbation is significant from this gain in tokens per pass on. Other prompts of the same kind change the mean of
+# a good draft by about half of it, and a wrong setting costs more.
+SIGNIFICANT_GAIN = 0.3
+# The gain must also exceed this many standard errors. Neighbouring anchors draft the same tokens, so that the standard
+# error of independent samples is too small.
+STANDARD_ERRORS = 4
+NEAR_PERFECT = 0.9  # fraction of the block size from which on no perturbation can gain much
+MAX_PERMUTED = 4  # layers whose permutations are all tried; of more layers, reversal and swaps of neighbours are tried
 MAX_MASK_TOKENS = 12
-# Bare text often repeats itself, which any good draft likes: other prompts are tried where little is accepted.
+# Text without a template often repeats itself, which raises the acceptance of any good draft. Other prompts are
+# therefore tried only where little is accepted.
 TRY_PROMPTS_BELOW = 1.5
 NO_WINDOW = 2**20
 
 FAMILIES = (
-    "tapped layers",
-    "order of layers",
-    "rotary angles",
+    "target layers",
+    "layer order",
+    "rotary embedding",
     "causality",
     "sliding window",
     "mask token id",
     "embedding scale",
-    "prompt form",
+    "prompt format",
 )
 
 
 @dataclass(frozen=True)
-class Alteration:
+class Perturbation:
     """
-    One thing altered.
+    One change of a pair's settings.
 
     Args:
-        what (`str`): the altered thing, in words.
-        advice (`str`): what to do if it helps.
-        fields (`dict`): of the configuration of a copied draft.
-        layer_ids (`list[int]`, *optional*): layers to read; these may be ones that no configuration can name.
-        noise_factor (`float`, defaults to 1.0): for the embeddings of the block.
-        answered (`Callable`, *optional*): other answers to measure on.
+        description (`str`): What is changed.
+        advice (`str`): What to do if the change raises the acceptance.
+        fields (`dict`): Values to change in the configuration of a copy of the draft.
+        layer_ids (`list[int]`, *optional*): The target layers that the draft reads. They may be layers that a
+            configuration does not allow.
+        noise_factor (`float`, defaults to 1.0): A factor for the embeddings of the block.
+        answered (`Callable`, *optional*): Returns other text to measure on.
     """
 
-    what: str
+    description: str
     advice: str
     fields: dict[str, Any] = field(default_factory=dict)
     layer_ids: list[int] | None = None
@@ -66,28 +70,28 @@ class Alteration:
 
 def with_fields(draft: DFlashDraftModel, fields: dict[str, Any]) -> DFlashDraftModel:
     """
-    A copy of a draft with another configuration and the same weights in memory.
+    Copy a draft with other configuration values. The copy shares the weights.
 
     Args:
-        draft ([`DFlashDraftModel`]): unchanged.
-        fields (`dict`): configuration values; not checked.
+        draft ([`DFlashDraftModel`]): The draft, which is not changed.
+        fields (`dict`): Configuration values, which are not checked.
 
     Returns:
         [`DFlashDraftModel`]
     """
     shared: dict[int, Any] = {id(parameter): parameter for parameter in draft.parameters()}
-    altered = copy.deepcopy(draft, shared)
+    changed = copy.deepcopy(draft, shared)
     for name, value in fields.items():
-        setattr(altered.config, name, value)
-    return altered
+        setattr(changed.config, name, value)
+    return changed
 
 
-def how_to_set(**fields: Any) -> str:
+def set_command(**fields: Any) -> str:
     """
-    How to change values of a draft's configuration.
+    Name the command that changes values of a draft's configuration.
 
     Args:
-        **fields: names and values.
+        **fields: Names and values.
 
     Returns:
         `str`
@@ -95,7 +99,7 @@ def how_to_set(**fields: Any) -> str:
     Example:
 
     ```python
-    >>> how_to_set(block_size=16)
+    >>> set_command(block_size=16)
     "Set block_size to 16: dflash-hf convert DRAFT NEW-FOLDER --layout native --set 'block_size=16'."
 
     ```
@@ -105,7 +109,7 @@ def how_to_set(**fields: Any) -> str:
     return f"Set {values}: dflash-hf convert DRAFT NEW-FOLDER --layout native {options}."
 
 
-def measure_alterations(
+def measure_perturbations(
     target: PreTrainedModel,
     draft: DFlashDraftModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -114,40 +118,42 @@ def measure_alterations(
     on_family: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Finding]:
     """
-    Measure acceptance with one thing altered at a time.
+    Measure the acceptance with one setting changed at a time.
 
     Args:
-        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
-        tokenizer (`PreTrainedTokenizerBase`): the target's.
-        answered ([`AnsweredPrompts`]): the text that acceptance is measured on.
-        answer_again (`Callable`): makes answers with other `use_template` or `chat_template_kwargs`.
-        on_family (`Callable`): called with the name of a family before it is measured.
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): The pair.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
+        answered ([`AnsweredPrompts`]): The text on which the acceptance is measured.
+        answer_again (`Callable`): Generates responses with other `use_template` or `chat_template_kwargs`.
+        on_family (`Callable`): Called with the name of a family of perturbations before it is measured.
 
     Yields:
-        [`Finding`], one a family of alterations. The alteration that helps most is the fault; others that help, too,
-        are warnings.
+        [`Finding`]: One finding for each family. The perturbation with the largest significant gain is a fault, and
+        other significant ones are warnings.
     """
-    as_it_is = _per_anchor(draft, answered)
-    base = as_it_is.mean().item()
-    if base >= WHOLE_SHARE * draft.config.block_size:
+    unperturbed = _committed_per_anchor(draft, answered)
+    base = unperturbed.mean().item()
+    if base >= NEAR_PERFECT * draft.config.block_size:
         for name in FAMILIES:
-            yield Finding(name, SKIPPED, f"{base:.2f} of {draft.config.block_size} are accepted as it is")
+            yield Finding(
+                name, SKIPPED, f"a pass commits {base:.2f} tokens of {draft.config.block_size} without a perturbation"
+            )
         return
-    families: dict[str, Callable[[], Iterator[Alteration]]] = {
-        "tapped layers": lambda: _other_taps(draft.config),
-        "order of layers": lambda: _other_orders(draft.config),
-        "rotary angles": lambda: _other_angles(target, draft.config),
+    families: dict[str, Callable[[], Iterator[Perturbation]]] = {
+        "target layers": lambda: _other_layers(draft.config),
+        "layer order": lambda: _other_orders(draft.config),
+        "rotary embedding": lambda: _other_rotary_embeddings(target, draft.config),
         "causality": lambda: _other_causality(draft.config),
         "sliding window": lambda: _no_window(draft.config),
         "mask token id": lambda: _other_mask_tokens(target, draft.config, tokenizer),
         "embedding scale": lambda: _other_scale(draft),
-        "prompt form": lambda: _other_prompts(draft.config, tokenizer, answer_again, base),
+        "prompt format": lambda: _other_prompts(draft.config, tokenizer, answer_again, base),
     }
     results = []
     for name, make in families.items():
         on_family(name)
         try:
-            results.append(_measure(name, list(make()), draft, answered, as_it_is))
+            results.append(_measure(name, list(make()), draft, answered, unperturbed))
         except CHECK_ERRORS as error:
             results.append(_Result(name, 0, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"))
     best = max(results, key=_Result.rank)
@@ -157,71 +163,79 @@ def measure_alterations(
 
 @dataclass(frozen=True)
 class _Result:
-    """The best alteration of a family, if there was any, and its gain in tokens a pass."""
+    """The perturbation of a family with the largest gain in tokens per pass, if the family has perturbations."""
 
     name: str
     count: int
-    best: Alteration | None = None
+    best: Perturbation | None = None
     gain: float = -math.inf
-    is_marked: bool = False
+    is_significant: bool = False
     failure: str | None = None
 
     def rank(self) -> tuple[bool, float]:
-        return self.is_marked, self.gain
+        """Return the key by which results are compared."""
+        return self.is_significant, self.gain
 
     def finding(self, base: float, *, is_best: bool) -> Finding:
+        """Return the finding of the family, given the tokens per pass without a perturbation."""
         if self.failure is not None:
-            return Finding(self.name, SKIPPED, f"could not be measured: {self.failure}")
+            return Finding(self.name, SKIPPED, f"the measurement failed: {self.failure}")
         if self.best is None:
-            return Finding(self.name, SKIPPED, "nothing to alter")
+            return Finding(self.name, SKIPPED, "there is no perturbation to try for this draft")
         measured = (
-            f"{base:.2f} tokens a pass as it is, {base + self.gain:.2f} with {self.best.what}"
+            f"{base:.2f} tokens per pass without a perturbation, {base + self.gain:.2f} with {self.best.description}"
             f"{f' (best of {self.count})' if self.count > 1 else ''}"
         )
-        if not self.is_marked:
+        if not self.is_significant:
             return Finding(self.name, OK, measured)
         return Finding(self.name, FAULT if is_best else WARNING, measured, self.best.advice)
 
 
-def _per_anchor(
-    draft: DFlashDraftModel, answered: AnsweredPrompts, alteration: Alteration | None = None
+def _committed_per_anchor(
+    draft: DFlashDraftModel, answered: AnsweredPrompts, perturbation: Perturbation | None = None
 ) -> torch.Tensor:
-    """Tokens that a pass would commit at each anchor, the bonus token included: more anchors than serving lands on."""
-    if alteration is None:
+    """
+    Return the tokens that a pass would commit at every anchor, the bonus token included.
+
+    Decoding reaches only some of these anchors. The mean over all of them has a smaller standard error.
+    """
+    if perturbation is None:
         accepted = accepted_slots(draft, answered)
     else:
-        altered, factor = with_fields(draft, alteration.fields), alteration.noise_factor
+        changed, factor = with_fields(draft, perturbation.fields), perturbation.noise_factor
 
         def run(noise_embeds: torch.Tensor, **kwargs: Any) -> Any:
-            return altered(noise_embeds=noise_embeds * factor, **kwargs)
+            return changed(noise_embeds=noise_embeds * factor, **kwargs)
 
-        accepted = accepted_slots(altered, answered, alteration.layer_ids, run)
+        accepted = accepted_slots(changed, answered, perturbation.layer_ids, run)
     return 1 + accepted[answered.anchor_mask].float()
 
 
 def _measure(
     name: str,
-    alterations: Sequence[Alteration],
+    perturbations: Sequence[Perturbation],
     draft: DFlashDraftModel,
     answered: AnsweredPrompts,
-    as_it_is: torch.Tensor,
+    unperturbed: torch.Tensor,
 ) -> _Result:
-    results = [_Result(name, len(alterations))]
-    for alteration in alterations:
-        if alteration.answered is None:
-            altered = _per_anchor(draft, answered, alteration)
-            difference = altered - as_it_is
+    """Measure the perturbations of a family and return the best."""
+    results = [_Result(name, len(perturbations))]
+    for perturbation in perturbations:
+        if perturbation.answered is None:
+            committed = _committed_per_anchor(draft, answered, perturbation)
+            difference = committed - unperturbed
             variance = difference.var() / len(difference)
-        else:  # other text, which has no pairs
-            altered = _per_anchor(draft, alteration.answered(), alteration)
-            variance = altered.var() / len(altered) + as_it_is.var() / len(as_it_is)
-        gain = (altered.mean() - as_it_is.mean()).item()
-        is_marked = gain >= max(MARKED_GAIN, STANDARD_ERRORS * variance.sqrt().item())
-        results.append(_Result(name, len(alterations), alteration, gain, is_marked))
+        else:  # the anchors of other text cannot be paired with those of the first text
+            committed = _committed_per_anchor(draft, perturbation.answered(), perturbation)
+            variance = committed.var() / len(committed) + unperturbed.var() / len(unperturbed)
+        gain = (committed.mean() - unperturbed.mean()).item()
+        is_significant = gain >= max(SIGNIFICANT_GAIN, STANDARD_ERRORS * variance.sqrt().item())
+        results.append(_Result(name, len(perturbations), perturbation, gain, is_significant))
     return max(results, key=_Result.rank)
 
 
-def _other_taps(config: DFlashConfig) -> Iterator[Alteration]:
+def _other_layers(config: DFlashConfig) -> Iterator[Perturbation]:
+    """Yield target layers one below and one above the present ones, all at once and one by one."""
     ids, depth = config.target_layer_ids or [], config.target_num_hidden_layers or 0
     moves = [[step] * len(ids) for step in (-1, 1)]
     if len(ids) > 1:
@@ -234,16 +248,17 @@ def _other_taps(config: DFlashConfig) -> Iterator[Alteration]:
             continue
         if min(moved_ids) < 0 or max(moved_ids) == depth - 1:
             advice = (
-                "It was trained on the target's embedding or on its last state after the final norm (-1 and "
-                f"{depth - 1} in {moved_ids}), which servers do not hand over alike. Train it on layers 0 to "
-                f"{depth - 2}."
+                "The draft was trained on the target's embedding or on its last hidden state after the final norm (-1 "
+                f"and {depth - 1} in {moved_ids}), which servers do not provide in the same form. Train it on layers "
+                f"0 to {depth - 2}."
             )
         else:
-            advice = how_to_set(target_layer_ids=moved_ids)
-        yield Alteration(f"layers {moved_ids} instead of {ids}", advice, layer_ids=moved_ids)
+            advice = set_command(target_layer_ids=moved_ids)
+        yield Perturbation(f"layers {moved_ids} instead of {ids}", advice, layer_ids=moved_ids)
 
 
-def _other_orders(config: DFlashConfig) -> Iterator[Alteration]:
+def _other_orders(config: DFlashConfig) -> Iterator[Perturbation]:
+    """Yield other orders of the target layers."""
     ids = config.target_layer_ids or []
     if len(ids) <= MAX_PERMUTED:
         orders = [list(order) for order in itertools.permutations(ids)]
@@ -253,53 +268,62 @@ def _other_orders(config: DFlashConfig) -> Iterator[Alteration]:
         orders += [[*ids[:at], ids[at + 1], ids[at], *ids[at + 2 :]] for at in swaps]
     for order in orders:
         if order != ids:
-            yield Alteration(
-                f"layers in the order {order} instead of {ids}", how_to_set(target_layer_ids=order), layer_ids=order
+            yield Perturbation(
+                f"layers in the order {order} instead of {ids}", set_command(target_layer_ids=order), layer_ids=order
             )
 
 
-def _other_angles(target: PreTrainedModel, config: DFlashConfig) -> Iterator[Alteration]:
+def _other_rotary_embeddings(target: PreTrainedModel, config: DFlashConfig) -> Iterator[Perturbation]:
+    """Yield the rotary embedding of the target and usual ones."""
     own = dict(config.rope_parameters or {})
-    of_target = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    of_target = of_target.get("full_attention", of_target)
-    kept = {name: value for name, value in of_target.items() if name != "partial_rotary_factor" and value is not None}
-    candidates = [kept] if kept.get("rope_type") in ROPE_TYPES and kept.get("rope_theta") else []
-    thetas = (kept.get("rope_theta"), config.default_theta, 10_000.0)
+    target_rope = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    target_rope = target_rope.get("full_attention", target_rope)
+    usable = {
+        name: value for name, value in target_rope.items() if name != "partial_rotary_factor" and value is not None
+    }
+    candidates = [usable] if usable.get("rope_type") in ROPE_TYPES and usable.get("rope_theta") else []
+    thetas = (usable.get("rope_theta"), config.default_theta, 10_000.0)
     candidates += [{"rope_type": "default", "rope_theta": theta} for theta in thetas if theta]
     tried = [own]
     for rope in candidates:
         if rope in tried:
             continue
         tried.append(rope)
-        whose = " of the target" if rope == kept else ""
+        source = " of the target" if rope == usable else ""
         fields = {"rope_parameters": rope}
-        yield Alteration(f"the angles {rope}{whose} instead of {own}", how_to_set(**fields), fields)
+        yield Perturbation(f"the rope_parameters {rope}{source} instead of {own}", set_command(**fields), fields)
 
 
-def _other_causality(config: DFlashConfig) -> Iterator[Alteration]:
+def _other_causality(config: DFlashConfig) -> Iterator[Perturbation]:
+    """Yield bidirectional and causal attention inside a block, unless the draft has it already."""
     causal = {config.in_block_causal(index) for index in range(config.num_hidden_layers)}
-    for value, words in ((False, "slots that see all of their block"), (True, "slots that see the ones before them")):
+    for value, description in (
+        (False, "bidirectional attention inside a block"),
+        (True, "causal attention inside a block"),
+    ):
         if causal != {value}:
-            yield Alteration(words, how_to_set(is_causal=value), {"is_causal": value})
+            yield Perturbation(description, set_command(is_causal=value), {"is_causal": value})
 
 
-def _no_window(config: DFlashConfig) -> Iterator[Alteration]:
+def _no_window(config: DFlashConfig) -> Iterator[Perturbation]:
+    """Yield full attention if the draft has a sliding window."""
     if "sliding_attention" not in (config.layer_types or []):
         return
     full: dict[str, Any] = {"layer_types": ["full_attention"] * config.num_hidden_layers, "sliding_window": None}
     causal = {config.in_block_causal(index) for index in range(config.num_hidden_layers)}
-    if len(causal) == 1:  # full layers would else see all of their block
+    if len(causal) == 1:  # full attention is bidirectional inside a block unless is_causal says otherwise
         full["is_causal"] = causal.pop()
-    yield Alteration(
-        f"no sliding window instead of {config.sliding_window} tokens",
-        f"{how_to_set(**full)} If it was trained with a larger window, set sliding_window to that.",
+    yield Perturbation(
+        f"no sliding window instead of one of {config.sliding_window} tokens",
+        f"{set_command(**full)} If the draft was trained with a larger window, set sliding_window to that window.",
         {"sliding_window": NO_WINDOW},
     )
 
 
 def _other_mask_tokens(
     target: PreTrainedModel, config: DFlashConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Alteration]:
+) -> Iterator[Perturbation]:
+    """Yield other mask tokens: the tokenizer's own, the first unused row, the last row, and special tokens."""
     first_unused = max(tokenizer.get_vocab().values()) + 1
     special = [token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special]
     candidates = [
@@ -311,26 +335,27 @@ def _other_mask_tokens(
         tokenizer.bos_token_id,
         tokenizer.unk_token_id,
         0,
-        *special[::-1],  # reserved ones mostly come last
+        *special[::-1],  # reserved tokens mostly have the largest ids
     ]
     known = [token_id for token_id in candidates if token_id is not None and token_id < config.vocab_size]
     others = [token_id for token_id in dict.fromkeys(known) if token_id != config.mask_token_id]
     for token_id in others[:MAX_MASK_TOKENS]:
-        yield Alteration(
+        yield Perturbation(
             f"mask token {token_id} ({tokenizer.convert_ids_to_tokens(token_id) or 'no token'}) instead of "
             f"{config.mask_token_id}",
-            how_to_set(mask_token_id=token_id),
+            set_command(mask_token_id=token_id),
             {"mask_token_id": token_id},
         )
 
 
-def _other_scale(draft: DFlashDraftModel) -> Iterator[Alteration]:
+def _other_scale(draft: DFlashDraftModel) -> Iterator[Perturbation]:
+    """Yield unscaled embeddings of the block if the target scales its embedding."""
     scale = embedding_scale(draft.get_input_embeddings())
     if scale is not None and scale != 0 and not math.isclose(scale, 1, rel_tol=0.01):
-        yield Alteration(
+        yield Perturbation(
             f"the embeddings of the block without the target's factor {scale:g}",
-            f"It was trained on rows of the embedding as they are, and generation scales them by {scale:g}. Train it "
-            "with this package, which takes the target's embedding module.",
+            f"The draft was trained on unscaled rows of the embedding, and generation scales them by {scale:g}. Train "
+            "it with this package, which calls the target's embedding module.",
             noise_factor=1 / scale,
         )
 
@@ -340,12 +365,13 @@ def _other_prompts(
     tokenizer: PreTrainedTokenizerBase,
     answer_again: Callable[..., AnsweredPrompts],
     base: float,
-) -> Iterator[Alteration]:
+) -> Iterator[Perturbation]:
+    """Yield prompts without the chat template and with other template arguments, if little is accepted."""
     if tokenizer.chat_template is None or base >= TRY_PROMPTS_BELOW:
         return
-    yield Alteration(
+    yield Perturbation(
         "prompts without the chat template",
-        "It was trained on bare text. Give it such prompts, or train it on rows of messages.",
+        "The draft was trained on text without a template. Use such prompts, or train it on rows of messages.",
         answered=partial(answer_again, use_template=False),
     )
     recorded = config.chat_template_kwargs or {}
@@ -354,8 +380,8 @@ def _other_prompts(
         variants += [{**recorded, "enable_thinking": value} for value in (False, True)]
     for variant in variants:
         if variant != recorded:
-            yield Alteration(
+            yield Perturbation(
                 f"chat_template_kwargs {json.dumps(variant)} instead of {json.dumps(recorded)}",
-                how_to_set(chat_template_kwargs=variant) + " Give the target the same when serving.",
+                set_command(chat_template_kwargs=variant) + " Use the same arguments when serving.",
                 answered=partial(answer_again, chat_template_kwargs=variant),
             )
