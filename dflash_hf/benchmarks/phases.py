@@ -60,25 +60,31 @@ class PhaseRecorder(PassRecorder):
         super().__exit__(*exception)
 
     def _target_starts(self, module: nn.Module, args: Any) -> None:
+        """End the overhead before a pass of the target."""
         self._watch.lap("overhead")
         self._in_target = True
 
     def _target_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End a pass of the target, the first of which is the prefill."""
         self._watch.lap("verify" if self.num_target_passes else "prefill")
         self._count_target_pass(module, args, output)
         self._in_target = False
 
     def _head_starts(self, module: nn.Module, args: Any) -> None:
+        """End the overhead before the output head computes logits of the draft."""
         if not self._in_target:
             self._watch.lap("overhead")
 
     def _head_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Count the output head outside a pass of the target as a part of drafting."""
         if not self._in_target:
             self._watch.lap("draft")
 
     def _draft_starts(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """End the overhead before a pass of the draft."""
         self._watch.lap("overhead")
         self._note_context(module, args, kwargs)
 
     def _draft_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End a pass of the draft."""
         self._watch.lap("draft")

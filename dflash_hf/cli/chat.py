@@ -134,8 +134,8 @@ def coloured(spans: list[Span], with_colour: bool) -> Text:
         shown = span.text.translate(NOT_SHOWN)
         if with_colour:
             text.append(shown, DRAFTED_STYLE if span.is_drafted else OWN_STYLE)
-        elif span.is_drafted and (words := shown.strip()):
-            text.append(shown.replace(words, words.join(DRAFTED_MARKS)))
+        elif span.is_drafted and (stripped := shown.strip()):
+            text.append(shown.replace(stripped, stripped.join(DRAFTED_MARKS)))
         else:
             text.append(shown)
     return text

@@ -199,6 +199,7 @@ class _TokenStreamer(BaseStreamer):
         self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
+        """Pass new tokens on; the first call has the prompt."""
         if not self._is_prompt:
             self.on_tokens(value.flatten().tolist())
         self._is_prompt = False

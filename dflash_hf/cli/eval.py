@@ -252,15 +252,15 @@ def _command(
     """Write the command that repeats the evaluation, with names instead of paths."""
     from ..provenance import target_label
 
-    words = ["dflash-hf", "eval", "--target", target_label(target), "--draft", target_label(draft)]
-    words += [word for suite in suites for word in ("--suite", suite)]
-    words += [word for file in prompts for word in ("--prompts", file.name)]
-    words += ["--prompts-folder", prompts_folder.resolve().name] if prompts_folder else []
-    words += ["--limit", str(limit), "--max-new-tokens", str(settings.max_new_tokens)]
-    words += ["--temperatures", ",".join(format(value, "g") for value in settings.temperatures)]
-    words += ["--thinking", settings.thinking, "--batch-sizes", ",".join(map(str, settings.batch_sizes))]
-    words += (
+    parts = ["dflash-hf", "eval", "--target", target_label(target), "--draft", target_label(draft)]
+    parts += [part for suite in suites for part in ("--suite", suite)]
+    parts += [part for file in prompts for part in ("--prompts", file.name)]
+    parts += ["--prompts-folder", prompts_folder.resolve().name] if prompts_folder else []
+    parts += ["--limit", str(limit), "--max-new-tokens", str(settings.max_new_tokens)]
+    parts += ["--temperatures", ",".join(format(value, "g") for value in settings.temperatures)]
+    parts += ["--thinking", settings.thinking, "--batch-sizes", ",".join(map(str, settings.batch_sizes))]
+    parts += (
         ["--tree-size", str(settings.tree_size)] if settings.tree_size is not None else ["--block-size", block_size]
     )
-    words += ["--dtype", dtype, "--seed", str(settings.seed), "--out", out.resolve().name]
-    return shlex.join(words)
+    parts += ["--dtype", dtype, "--seed", str(settings.seed), "--out", out.resolve().name]
+    return shlex.join(parts)

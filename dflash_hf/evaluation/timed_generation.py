@@ -233,9 +233,11 @@ class PassRecorder:
         return committed_by_pass(self.context_lengths, self.num_target_passes, num_tokens)
 
     def _count_target_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Count a pass of the target."""
         self.num_target_passes += 1
 
     def _note_context(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Record the number of tokens whose hidden states the draft gets."""
         self.context_lengths.append(kwargs[self.context_name].shape[1])
 
 
@@ -338,5 +340,6 @@ class GenerationProtocol:
         return [self._up_to_end(tokens) for tokens in sequences[:, num_prompt_tokens:].tolist()]
 
     def _up_to_end(self, tokens: list[int]) -> list[int]:
+        """Truncate the tokens of one sequence after its first end token."""
         ends = [index for index, token in enumerate(tokens) if token in self.end_token_ids]
         return tokens[: ends[0] + 1] if ends else tokens
