@@ -182,7 +182,9 @@ def test_a_template_that_refuses_the_roles_is_an_error_of_one_line_and_nothing_i
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role.') }}{% endif %}"
     )
     session = make_session(system="Be brief.")
-    with pytest.raises(ValueError, match=r"roles system, user: No system role\. Many templates take no system"):
+    with pytest.raises(
+        ValueError, match=r"roles system, user: No system role\. Use .* many templates support no system"
+    ):
         session.answer("1+1?", ignore)
     assert len(session.messages) == 1
 
