@@ -107,7 +107,7 @@ def results_of(trainer: DFlashTrainer) -> dict[str, Any]:
     return {
         "weights": {name: whole(parameter) for name, parameter in trainer.draft.named_parameters()},
         "logs": [
-            {name: entry[name] for name in ("loss", "accept_len", "grad_norm")}
+            {name: entry[name] for name in ("loss", "acceptance_length", "grad_norm")}
             for entry in trainer.state.log_history
             if "loss" in entry
         ],

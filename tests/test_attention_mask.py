@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_hf import build_dflash_batch_plan
 from dflash_hf.blocks.attention import dense_block_mask, flex_block_mask
+from dflash_hf.blocks.batch import TokenBatch
 
 SETTINGS = {"anchors_per_sample": 5, "gamma": 3, "optimizer_step": 1, "seed": 2}
 
@@ -31,7 +32,8 @@ def test_dense_mask_equals_the_loop_written_oracle(window, causal, packed, parti
     plan = build_dflash_batch_plan(
         valid, ids, segment_ids=segments_if_packed, replacement=False, partial_windows=partial, **SETTINGS
     )
-    mask = dense_block_mask(plan, valid, window=window, causal=causal, segment_ids=segments_if_packed)
+    batch = TokenBatch(valid.long(), valid, segment_ids=segments_if_packed)
+    mask = dense_block_mask(plan, batch, window=window, causal=causal)
     packed_list = segments.tolist() if packed else None
     blocks = reference.plan(
         valid.int().tolist(), ids.tolist(), 5, 3, 1, 2, None, packed_list, replacement=False, partial=partial
@@ -53,6 +55,7 @@ def test_flex_mask_gives_the_outputs_of_the_dense_mask(window, causal):
     draft = make_draft(target, **kwargs)
     valid, ids, _ = random_rows()
     plan = build_dflash_batch_plan(valid, ids, replacement=False, partial_windows=True, **SETTINGS)
+    batch = TokenBatch(valid.long(), valid)
     inputs = {
         "noise_embeds": torch.randn(4, 20, 32),
         "context_hidden_states": torch.randn(4, 17, 64),
@@ -68,8 +71,8 @@ def test_flex_mask_gives_the_outputs_of_the_dense_mask(window, causal):
         ):
             draft.set_attn_implementation(implementation)
             masks = {
-                "full_attention": build(plan, valid, causal=causal),
-                "sliding_attention": build(plan, valid, window=window, causal=causal),
+                "full_attention": build(plan, batch, causal=causal),
+                "sliding_attention": build(plan, batch, window=window, causal=causal),
             }
             assert isinstance(masks["full_attention"], BlockMask) == (implementation == "flex_attention")
             outputs[implementation] = draft(attention_mask=masks, **inputs).last_hidden_state

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dflash_hf import build_dflash_batch_plan
 from dflash_hf.blocks import attention
 from dflash_hf.blocks.attention import BlockAttention, dense_block_mask, training_masks
+from dflash_hf.blocks.batch import TokenBatch
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH, BLOCKS, GAMMA = 6, 2, 8, 19, 7, 3
 
@@ -38,6 +39,7 @@ def two_blocks_a_group(request, monkeypatch):
 def test_structured_attention_equals_dense_attention_in_value_and_gradient(window, causal, packed, replacement):
     valid, segments = rows_with_padding()
     segment_ids = segments if packed else None
+    batch = TokenBatch(valid.long(), valid, segment_ids=segment_ids)
     plan = build_dflash_batch_plan(
         valid,
         torch.arange(5),
@@ -58,12 +60,12 @@ def test_structured_attention_equals_dense_attention_in_value_and_gradient(windo
     upstream = torch.randn(5, slots, HEADS, HEAD_DIM) * plan.slot_valid.view(5, slots, 1, 1)
 
     def dense(query, key, value):
-        mask = dense_block_mask(plan, valid, window=window, causal=causal, segment_ids=segment_ids)
+        mask = dense_block_mask(plan, batch, window=window, causal=causal)
         key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (key, value))
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=0.3).transpose(1, 2)
 
     def structured(query, key, value):
-        attend = BlockAttention(plan, valid, window=window, causal=causal, segment_ids=segment_ids)
+        attend = BlockAttention(plan, batch, window=window, causal=causal)
         return attend(query, key, value, scaling=0.3)
 
     results = []
@@ -92,7 +94,7 @@ def test_a_draft_gives_the_same_hidden_states_and_gradients_through_both_paths()
         output = draft(
             noise_embeds=noise,
             context_hidden_states=context,
-            attention_mask=training_masks(draft.config, plan, valid, kind=kind),
+            attention_mask=training_masks(draft.config, plan, TokenBatch(valid.long(), valid), kind=kind),
             position_ids=torch.cat([torch.arange(LENGTH).repeat(5, 1), plan.query_positions.view(5, -1)], dim=1),
             query_valid_mask=plan.slot_valid.view(5, -1),
         ).last_hidden_state
@@ -107,7 +109,7 @@ def test_rows_without_any_context_attend_to_their_block_alone():
     plan = build_dflash_batch_plan(valid, torch.zeros(1, dtype=torch.long), anchors_per_sample=1, gamma=3,
                                    optimizer_step=0, seed=0)  # fmt: skip
     query, key, value = (torch.randn(1, heads, length, 8) for heads, length in ((2, 4), (1, 8), (1, 8)))
-    output = BlockAttention(plan, valid)(query, key, value, scaling=1.0)
+    output = BlockAttention(plan, TokenBatch(valid.long(), valid))(query, key, value, scaling=1.0)
     expected = functional.scaled_dot_product_attention(query, key[:, :, 4:], value[:, :, 4:], scale=1.0)
     torch.testing.assert_close(output, expected.transpose(1, 2))
 
@@ -123,7 +125,7 @@ def test_only_the_structured_path_does_work_linear_in_the_number_of_blocks(kind)
     for blocks in (24, 48):
         plan = build_dflash_batch_plan(valid, torch.zeros(1, dtype=torch.long), anchors_per_sample=blocks, gamma=3,
                                        optimizer_step=0, seed=0, replacement=False)  # fmt: skip
-        masks = training_masks(draft.config, plan, valid, kind=kind)
+        masks = training_masks(draft.config, plan, TokenBatch(valid.long(), valid), kind=kind)
         with FlopCounterMode(display=False) as counter:
             positions = torch.cat([torch.arange(64)[None], plan.query_positions.view(1, -1)], dim=1)
             draft(

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, build_dflash_batch_plan
+from dflash_hf.blocks.batch import TokenBatch
+from dflash_hf.blocks.forward import block_losses
 from dflash_hf.evaluation.compare import Comparison, Summary, summarize_comparisons
 from dflash_hf.evaluation.timed_generation import Generation, generate_timed
 from dflash_hf.target.hidden_states import target_hidden_states
-from dflash_hf.training.trainer import block_losses
 
 DFLASH = {"speculation_type": "dflash"}
 
@@ -195,7 +196,7 @@ def test_training_logits_of_a_block_equal_the_first_draft_step_of_native_generat
     context = target_hidden_states(target, text, valid, draft.config.target_layer_ids)
     captured = []
     handle = draft.register_forward_hook(lambda module, args, output: captured.append(output.last_hidden_state))
-    block_losses(draft, draft, plan, text, valid, context)
+    block_losses(draft, draft, plan, TokenBatch(text, valid, hidden_states=context))
     handle.remove()
     trained = captured[0].view(20, 4, -1)[0]
     torch.testing.assert_close(trained, served[position], atol=1e-5, rtol=1e-5)

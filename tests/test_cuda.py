@@ -10,6 +10,7 @@ from training_runs import make_trainer
 
 from dflash_hf import build_dflash_batch_plan, speculative_generate
 from dflash_hf.blocks.attention import training_masks
+from dflash_hf.blocks.batch import TokenBatch
 from dflash_hf.data.collator import DFlashCollator
 
 pytestmark = pytest.mark.cuda
@@ -38,6 +39,7 @@ def test_every_kind_of_attention_equals_the_dense_one_in_value_and_gradient(kind
         replacement=False,
         partial_windows=True,
     )
+    batch = TokenBatch(valid.long(), valid, segment_ids=segments)
     torch.manual_seed(0)
     noise, context = torch.randn(3, blocks * 4, 64, device="cuda"), torch.randn(3, length, 128, device="cuda")
     upstream = torch.randn(3, blocks * 4, 64, device="cuda")
@@ -47,7 +49,7 @@ def test_every_kind_of_attention_equals_the_dense_one_in_value_and_gradient(kind
         output = draft(
             noise_embeds=noise,
             context_hidden_states=context,
-            attention_mask=training_masks(draft.config, plan, valid, segments, way),
+            attention_mask=training_masks(draft.config, plan, batch, way),
             position_ids=torch.cat(
                 [torch.arange(length, device="cuda").repeat(3, 1), plan.query_positions.view(3, -1)], dim=1
             ),

@@ -19,9 +19,10 @@ from decoding_pairs import (
 from transformers.utils import logging as transformers_logging
 
 from dflash_hf import build_dflash_batch_plan
+from dflash_hf.blocks.batch import TokenBatch
+from dflash_hf.blocks.forward import block_losses
 from dflash_hf.decoding.generate import dflash_decoding, speculative_generate
 from dflash_hf.target.hidden_states import target_hidden_states
-from dflash_hf.training.trainer import block_losses
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 ALWAYS, SOMETIMES, NEVER = 0.0, 0.3, 1.1  # share of wrong guesses
@@ -172,7 +173,7 @@ def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, n
             lambda module, args, output, captured=captured: captured.append(output.last_hidden_state)
         )
         context = target_hidden_states(target, text, valid, trained.config.target_layer_ids)
-        block_losses(trained, trained, plan, text, valid, context)
+        block_losses(trained, trained, plan, TokenBatch(text, valid, hidden_states=context))
         handle.remove()
         blocks = captured[0].view(len(served), 4, -1)
         for place, block in zip(sorted(served), blocks, strict=True):

@@ -103,13 +103,13 @@ def test_what_is_logged_is_of_all_ranks_together(ranks, single, name):
     assert len(ours) == 3
     for entry, expected in zip(ours, theirs, strict=True):
         assert entry == pytest.approx(expected, rel=1e-5)
-    assert len({entry["accept_len"] for entry in theirs}) > 1
+    assert len({entry["acceptance_length"] for entry in theirs}) > 1
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_evaluation_on_two_ranks_equals_one_process(ranks, single, name):
     """Five rows in batches of two on two ranks: the last batch is uneven."""
-    assert "eval_serving_accept_len" in ranks[name]["metrics"]
+    assert "eval_serving_acceptance_length" in ranks[name]["metrics"]
     assert ranks[name]["metrics"] == pytest.approx(single(name)["metrics"], rel=1e-5)
 
 

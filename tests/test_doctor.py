@@ -46,8 +46,7 @@ def losses(draft: DFlashDraftModel, answered: AnsweredPrompts, step: int, label_
         seed=0,
         supervised_mask=answered.supervised_mask,
     )
-    context = answered.context(draft.config.target_layer_ids)
-    hidden = block_hidden_states(draft, draft, plan, ids, answered.token_valid_mask, context)
+    hidden = block_hidden_states(draft, draft, plan, answered.batch(draft.config.target_layer_ids))
     positions = plan.label_positions + label_shift
     counts = plan.loss_mask & (positions < ids.shape[1])
     labels = ids[plan.sample_rows[:, None], positions.clamp(max=ids.shape[1] - 1)]

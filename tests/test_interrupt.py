@@ -267,7 +267,7 @@ def test_signals_from_outside_end_real_processes_at_one_step_with_a_checkpoint(t
     The two ranks evaluate first: the metrics are those of one process.
     """
     alone = quality(make_to_evaluate(tmp_path / "alone").evaluate())
-    assert {"eval_loss", "eval_serving_accept_len", "eval_generate_accept_len"} <= set(alone)
+    assert {"eval_loss", "eval_serving_acceptance_length", "eval_generate_acceptance_length"} <= set(alone)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

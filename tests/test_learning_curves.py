@@ -7,6 +7,7 @@ import pytest
 from conftest import error_line
 
 from dflash_hf.training.curves import CurvePoint, LearningCurve, draw_curves, points_in, read_curve
+from dflash_hf.training.metric_names import old_name
 
 TRAINING = ["--anchors_per_sample", "4", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3",
             "--draft_layers", "1", "--block_size", "4", "--num_target_layers", "2", "--max_steps", "4",
@@ -19,19 +20,29 @@ def write_log(folder: Path, history: list[dict]) -> Path:
     return folder
 
 
-def evaluated(step: int, minutes: float, accept_len: float, **more: float) -> dict:
-    return {"step": step, "eval_runtime": 1.0, "eval_accept_len": accept_len, "train_minutes": minutes, **more}
+def evaluated(step: int, minutes: float, length: float, **more: float) -> dict:
+    return {"step": step, "eval_runtime": 1.0, "eval_acceptance_length": length, "train_minutes": minutes, **more}
 
 
 def test_the_points_are_the_evaluations_and_the_later_of_two_at_one_step_counts():
     history = [
-        {"step": 5, "loss": 4.0, "accept_len": 1.1},
-        evaluated(10, 2.0, 1.5, eval_serving_accept_len=1.25),
-        {"step": 10, "eval_code_runtime": 1.0, "eval_code_accept_len": 9.0, "train_minutes": 2.0},
+        {"step": 5, "loss": 4.0, "acceptance_length": 1.1},
+        evaluated(10, 2.0, 1.5, eval_serving_acceptance_length=1.25),
+        {"step": 10, "eval_code_runtime": 1.0, "eval_code_acceptance_length": 9.0, "train_minutes": 2.0},
         evaluated(20, 4.0, 1.75),
         evaluated(20, 4.0, 2.0),
     ]
-    assert points_in(history) == (CurvePoint(10, 2.0, 1.5, 1.25), CurvePoint(20, 4.0, 2.0))
+    expected = (CurvePoint(10, 2.0, 1.5, 1.25), CurvePoint(20, 4.0, 2.0))
+    assert points_in(history) == expected
+    of_version_0_1 = [{old_name(name): value for name, value in entry.items()} for entry in history]
+    assert of_version_0_1 != history
+    assert points_in(of_version_0_1) == expected
+
+
+def test_an_evaluation_without_any_pass_is_no_point():
+    """Version 0.1 logged NaN there; this version leaves the metric out."""
+    without = {"step": 10, "eval_runtime": 1.0, "train_minutes": 2.0}
+    assert points_in([without, {**without, "eval_accept_len": float("nan")}]) == ()
 
 
 @pytest.mark.trains
@@ -45,13 +56,13 @@ def test_a_run_of_the_command_has_a_curve_of_growing_minutes(run, saved_target, 
     curve = read_curve(tmp_path / "mine")
     assert (curve.name, curve.num_rows, [point.step for point in curve.points]) == ("mine", 4, [2, 4])
     assert 0 < curve.points[0].minutes < curve.points[1].minutes
-    assert all(point.serving_accept_len is not None for point in curve.points)
+    assert all(point.serving_acceptance_length is not None for point in curve.points)
 
     code, out, _ = run("curves", tmp_path / "mine", "--out", tmp_path / "curves.png")
     assert code == 0
     assert "mine" in out
     numbers = json.loads((tmp_path / "curves.json").read_text())
-    assert numbers[0]["points"][1]["accept_len"] == curve.last.accept_len
+    assert numbers[0]["points"][1]["acceptance_length"] == curve.last.acceptance_length
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import reference
 import torch
@@ -8,8 +10,15 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_hf.blocks import losses as losses_module
-from dflash_hf.blocks.losses import LossTerms, decay_weights, default_loss_decay, dpace_weights, head_losses, slot_loss
-from dflash_hf.blocks.metrics import accepted_slots, row_statistics, summarize
+from dflash_hf.blocks.losses import (
+    LossTerms,
+    chunked_head_losses,
+    decay_weights,
+    default_loss_decay,
+    dpace_weights,
+    slot_loss,
+)
+from dflash_hf.blocks.metrics import AcceptanceRecord, accepted_slots, record_of_counts, row_statistics, summarize
 
 
 @pytest.fixture(params=[(1, 1), (3, 10), (5, 97), (512, 2048)])
@@ -25,7 +34,7 @@ def test_frozen_head_loss_equals_the_loop_in_value_and_gradient(tile, num_slots)
     hidden = torch.randn(num_slots, 32, requires_grad=True)
     labels = torch.randint(0, 97, (num_slots,))
     weights = torch.rand(num_slots)
-    result = head_losses(head, hidden, labels)
+    result = chunked_head_losses(head, hidden, labels)
     (result.loss * weights).sum().backward()
     assert head.weight.grad is None
     assert hidden.grad.shape == hidden.shape
@@ -39,9 +48,9 @@ def test_frozen_head_loss_equals_the_loop_in_value_and_gradient(tile, num_slots)
         torch.testing.assert_close(hidden.grad, reference_hidden.grad, atol=1e-5, rtol=1e-5)
         assert not result.is_correct.any()
         best = (hidden @ head.weight.T).argmax(-1)
-        assert head_losses(head, hidden, best).is_correct.all()
+        assert chunked_head_losses(head, hidden, best).is_correct.all()
         assert (
-            head_losses(head, hidden, torch.where(labels > 48, best, labels)).is_correct.tolist()
+            chunked_head_losses(head, hidden, torch.where(labels > 48, best, labels)).is_correct.tolist()
             == (labels > 48).tolist()
         )
 
@@ -50,7 +59,7 @@ def test_large_logits_neither_overflow_nor_lose_the_gradient(tile):
     head = nn.Linear(8, 97, bias=False)
     hidden = (300 * torch.randn(6, 8)).requires_grad_()
     labels = torch.randint(0, 97, (6,))
-    head_losses(head, hidden, labels).loss.sum().backward()
+    chunked_head_losses(head, hidden, labels).loss.sum().backward()
     reference_hidden = hidden.detach().clone().requires_grad_()
     functional.cross_entropy(head(reference_hidden), labels, reduction="sum").backward()
     torch.testing.assert_close(hidden.grad, reference_hidden.grad, atol=1e-5, rtol=1e-5)
@@ -61,7 +70,7 @@ def test_of_equal_logits_the_first_token_counts_as_predicted_as_in_generation(ti
     with torch.no_grad():
         head.weight.fill_(0.5)
         head.weight[:2] = 0
-    result = head_losses(head, torch.ones(4, 4), torch.tensor([2, 96, 0, 3]))
+    result = chunked_head_losses(head, torch.ones(4, 4), torch.tensor([2, 96, 0, 3]))
     assert result.is_correct.tolist() == [True, False, False, False]
 
 
@@ -71,7 +80,7 @@ def test_hidden_states_and_head_of_other_dtypes_give_the_loss_of_rounded_inputs(
     head = nn.Linear(32, 97, bias=False).to(torch.bfloat16)
     hidden = torch.randn(7, 32).to(dtype).requires_grad_()
     labels = torch.randint(0, 97, (7,))
-    result = head_losses(head, hidden, labels)
+    result = chunked_head_losses(head, hidden, labels)
     result.loss.sum().backward()
     assert hidden.grad.dtype == dtype
     exact = hidden.detach().to(torch.bfloat16).float().requires_grad_()
@@ -104,7 +113,7 @@ def test_terms_with_target_logits_equal_the_loop_in_value_and_gradient(values, c
     def target_head(states):
         return 3 * torch.tanh(head(states))
 
-    result = head_losses(
+    result = chunked_head_losses(
         head,
         hidden,
         labels,
@@ -137,7 +146,7 @@ def test_terms_with_target_logits_equal_the_loop_in_value_and_gradient(values, c
 def test_a_term_without_target_logits_is_an_error_not_a_skip(values):
     terms = LossTerms(**values)
     with pytest.raises(ValueError, match="compares with the target's distribution"):
-        head_losses(nn.Linear(4, 7, bias=False), torch.randn(2, 4), torch.tensor([0, 1]), terms=terms)
+        chunked_head_losses(nn.Linear(4, 7, bias=False), torch.randn(2, 4), torch.tensor([0, 1]), terms=terms)
     with pytest.raises(ValueError, match="no target logits"):
         slot_loss(torch.randn(2, 7), torch.rand(2), None, terms)
 
@@ -156,7 +165,7 @@ def test_other_heads_go_through_their_module(kind):
     head = nn.Linear(8, 11) if kind == "biased" else Wrapped()
     hidden = torch.randn(5, 8, requires_grad=True)
     labels = torch.randint(0, 11, (5,))
-    result = head_losses(head, hidden, labels, chunk_size=2)
+    result = chunked_head_losses(head, hidden, labels, chunk_size=2)
     result.loss.sum().backward()
     assert all(parameter.grad is None for parameter in head.parameters())
     expected = functional.cross_entropy(head(hidden), labels, reduction="none")
@@ -167,7 +176,7 @@ def test_other_heads_go_through_their_module(kind):
 
 def test_other_heads_take_an_empty_selection():
     hidden = torch.randn(0, 8, requires_grad=True)
-    head_losses(nn.Linear(8, 11), hidden, torch.zeros(0, dtype=torch.long)).loss.sum().backward()
+    chunked_head_losses(nn.Linear(8, 11), hidden, torch.zeros(0, dtype=torch.long)).loss.sum().backward()
     assert hidden.grad.shape == (0, 8)
 
 
@@ -187,7 +196,7 @@ def test_no_tensor_as_large_as_slots_times_vocabulary_is_ever_made(values, monke
             return result
 
     with Largest():
-        result = head_losses(
+        result = chunked_head_losses(
             head,
             torch.randn(slots, 4, requires_grad=True),
             torch.randint(0, vocab_size, (slots,)),
@@ -243,11 +252,29 @@ def test_metrics_do_not_depend_on_how_rows_are_batched():
     ]
     assert summarize(torch.cat(parts)) == pytest.approx(whole)
     expected = sum(reference.accepted(c, m) for c, m in zip(correct.tolist(), mask.tolist(), strict=True))
-    assert whole["accept_len"] == pytest.approx(1 + expected / int(mask.any(-1).sum()))
+    assert whole["acceptance_length"] == pytest.approx(1 + expected / int(mask.any(-1).sum()))
     assert whole["slot_accuracy_2"] == pytest.approx(float((correct & mask)[:, 2].sum() / mask[:, 2].sum()))
 
 
-def test_metrics_of_nothing_are_nan():
+def test_each_row_counts_its_blocks_by_the_tokens_they_would_commit():
+    """Blocks of 4 slots, three a row: the first row commits 1, 3 and 4 tokens, the second 2 in its only block."""
+    correct = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
+    mask = torch.tensor([[0, 1, 1, 1]] * 4 + [[0, 0, 0, 0]] * 2).bool()
+    statistics = row_statistics(torch.zeros(6, 4), torch.zeros(6, 4), correct, mask, rows=2)
+    assert statistics.shape == (2, 12)
+    assert statistics[:, 2:6].tolist() == [[1, 0, 1, 1], [0, 1, 0, 0]]
+    assert record_of_counts(statistics[:, 2:6]) == AcceptanceRecord((1, 1, 1, 1))
+    assert summarize(statistics)["acceptance_length"] == (1 + 3 + 4 + 2) / 4
+
+
+def test_metrics_of_nothing_are_left_out_but_for_the_loss():
     empty = torch.zeros(2, 4)
     metrics = summarize(row_statistics(empty, empty, empty.bool(), empty.bool(), rows=1))
-    assert all(value != value for value in metrics.values())
+    assert list(metrics) == ["loss"]
+    assert math.isnan(metrics["loss"])
+
+
+def test_a_slot_that_never_carries_loss_has_no_accuracy():
+    mask = torch.tensor([[False, True, True, False]])
+    metrics = summarize(row_statistics(mask.float(), mask.float(), mask, mask, rows=1))
+    assert metrics == {"loss": 1.0, "acceptance_length": 3.0, "slot_accuracy_1": 1.0, "slot_accuracy_2": 1.0}

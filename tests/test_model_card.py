@@ -35,10 +35,10 @@ from dflash_hf.hub.model_card import (
     is_own_card,
     write_model_card,
 )
+from dflash_hf.hub.trainer import ModelCardWriter
 from dflash_hf.markdown import NOT_RECORDED, inline_code
 from dflash_hf.provenance import hub_id_or_folder
 from dflash_hf.training.card import (
-    ModelCardWriter,
     changed_arguments,
     last_and_best,
     mask_token_in_words,
@@ -418,9 +418,9 @@ def test_folders_and_facts_that_cannot_be_read_are_named(draft, tmp_path):
 def test_half_written_facts_end_no_run(target, tmp_path, caplog):
     trainer = make_trainer(target, tmp_path, max_steps=1)
     (tmp_path / "out" / FACTS_NAME).write_text('{"title": "x')
-    with caplog.at_level(logging.WARNING, logger="dflash_hf.training.card"):
+    with caplog.at_level(logging.WARNING, logger="dflash_hf.hub.trainer"):
         trainer.create_model_card()
-    assert "The facts of an earlier card are replaced" in caplog.text
+    assert "The facts of an earlier card cannot be read and are replaced" in caplog.text
     assert DraftCard.from_folder(tmp_path / "out", trainer.draft.config).title == "out"
 
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, build_dflash_batch_plan
 from dflash_hf.blocks.attention import training_masks
+from dflash_hf.blocks.batch import TokenBatch
 from dflash_hf.model.modeling_dflash import DFlashRMSNorm, embed_tokens
 
 VARIANTS = {
@@ -33,7 +34,7 @@ def run_training(draft, context, block_inputs, plan, valid, **kwargs):
     return draft(
         noise_embeds=block_inputs,
         context_hidden_states=context,
-        attention_mask=training_masks(draft.config, plan, valid),
+        attention_mask=training_masks(draft.config, plan, TokenBatch(valid.long(), valid)),
         position_ids=torch.cat([positions, plan.query_positions.view(rows, -1)], dim=1),
         query_valid_mask=plan.slot_valid.view(rows, -1),
         **kwargs,

@@ -11,12 +11,13 @@ import torch
 from conftest import make_draft, make_target
 from training_runs import StopAt, gradients_of, make_trainer, rows_of
 
+from dflash_hf.blocks.batch import TokenBatch
 from dflash_hf.blocks.forward import block_losses
 from dflash_hf.blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
 from dflash_hf.data.collator import DFlashCollator
 from dflash_hf.data.dataset import prepare_dataset
 from dflash_hf.data.packing import PACKING_WINDOW, pack_dataset, pack_lengths, pack_stream
-from dflash_hf.target.hidden_states import documents_of, split_documents, states_of_packed_rows, target_hidden_states
+from dflash_hf.target.batch_states import TargetStates, documents_of, split_documents
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -93,7 +94,7 @@ def packed_batch(padding_side: str, count: int = 7) -> tuple[dict[str, torch.Ten
 @pytest.mark.parametrize("padding_side", ["right", "left"])
 def test_a_packed_batch_comes_apart_into_its_documents_and_together_again(padding_side):
     batch, documents = packed_batch(padding_side)
-    parts = split_documents(batch["input_ids"], batch["token_valid_mask"], batch["segment_ids"])
+    parts = split_documents(TokenBatch.from_inputs(batch))
     assert len(parts.input_ids) == len(documents)
     for ids, valid, document in zip(parts.input_ids, parts.token_valid_mask, documents, strict=True):
         length = len(document["input_ids"])
@@ -101,16 +102,16 @@ def test_a_packed_batch_comes_apart_into_its_documents_and_together_again(paddin
         assert ids.tolist() == document["input_ids"] + [0] * (len(valid) - length)
     sizes = []
 
-    def token_position_and_length(input_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        assert valid[:, 0].all()
-        sizes.append(valid.numel())
-        columns = torch.arange(valid.shape[1]).expand_as(input_ids)
-        lengths = valid.sum(-1, keepdim=True).expand_as(input_ids)
-        return torch.stack([input_ids, columns, lengths], dim=-1)
+    class TokenPositionAndLength(TargetStates):
+        def of_sequences(self, input_ids: torch.Tensor, token_valid_mask: torch.Tensor) -> torch.Tensor:
+            assert token_valid_mask[:, 0].all()
+            sizes.append(token_valid_mask.numel())
+            columns = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+            lengths = token_valid_mask.sum(-1, keepdim=True).expand_as(input_ids)
+            return torch.stack([input_ids, columns, lengths], dim=-1)
 
-    states = states_of_packed_rows(
-        token_position_and_length, batch["input_ids"], batch["token_valid_mask"], batch["segment_ids"]
-    )
+    target = make_target(hidden_size=3, num_attention_heads=1, num_key_value_heads=1, head_dim=2)
+    states = TokenPositionAndLength(target, [0]).attach_to(TokenBatch.from_inputs(batch)).hidden_states
     expected = [
         [token, position, len(document["input_ids"])]
         for document in documents
@@ -124,7 +125,7 @@ def test_a_packed_batch_comes_apart_into_its_documents_and_together_again(paddin
 def test_a_packed_batch_without_tokens_is_refused():
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="2 packed rows has no token"):
-        states_of_packed_rows(lambda ids, valid: ids, nothing.long(), nothing, nothing.long())
+        TargetStates(make_target(), [0]).attach_to(TokenBatch(nothing.long(), nothing, segment_ids=nothing.long()))
 
 
 def plan_inside_document(
@@ -154,10 +155,10 @@ def test_blocks_of_a_packed_row_equal_those_of_its_documents(padding_side, layer
     target = make_target()
     draft = make_draft(target, **layers)
     batch, documents = packed_batch(padding_side)
-    ids, valid, segments = batch["input_ids"], batch["token_valid_mask"], batch["segment_ids"]
-    layer_ids = draft.config.target_layer_ids
+    ids, segments = batch["input_ids"], batch["segment_ids"]
+    states = TargetStates(target, draft.config.target_layer_ids)
     plan = build_dflash_batch_plan(
-        valid,
+        batch["token_valid_mask"],
         batch["sample_ids"],
         supervised_mask=batch["supervised_mask"],
         segment_ids=segments,
@@ -174,19 +175,8 @@ def test_blocks_of_a_packed_row_equal_those_of_its_documents(padding_side, layer
         outputs.append(draft(**kwargs).last_hidden_state)
         return SimpleNamespace(last_hidden_state=outputs[-1])
 
-    def states_of(document_ids, document_valid):
-        return target_hidden_states(target, document_ids, document_valid, layer_ids)
-
-    losses = block_losses(
-        model,
-        draft,
-        plan,
-        ids,
-        valid,
-        states_of_packed_rows(states_of, ids, valid, segments),
-        segment_ids=segments,
-        block_attention=block_attention,
-    )
+    packed = states.attach_to(TokenBatch.from_inputs(batch))
+    losses = block_losses(model, draft, plan, packed, block_attention=block_attention)
     (losses.loss * losses.weights).sum().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
     hidden = outputs.pop().view(len(plan.anchor_ids), 4, -1)
@@ -204,9 +194,8 @@ def test_blocks_of_a_packed_row_equal_those_of_its_documents(padding_side, layer
             if not chosen.any():
                 continue
             own_ids = torch.tensor([document["input_ids"]])
-            own_valid = torch.ones_like(own_ids, dtype=torch.bool)
-            own_states = states_of(own_ids, own_valid)
-            own = block_losses(model, draft, own_plan, own_ids, own_valid, own_states, block_attention=block_attention)
+            own_batch = states.attach_to(TokenBatch(own_ids, torch.ones_like(own_ids, dtype=torch.bool)))
+            own = block_losses(model, draft, own_plan, own_batch, block_attention=block_attention)
             own_hidden = outputs.pop().view(-1, 4, hidden.shape[-1])
             slots = own_plan.slot_valid
             torch.testing.assert_close(hidden[chosen][slots], own_hidden[slots], atol=1e-5, rtol=1e-5)

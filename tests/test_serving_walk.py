@@ -9,13 +9,15 @@ import torch
 from conftest import make_target
 from training_runs import make_trainer, rows_of
 
+from dflash_hf.blocks.batch import TokenBatch
 from dflash_hf.data.collator import DFlashCollator
-from dflash_hf.evaluation.simulate import accepted_at_every_anchor, serving_statistics, walk_row
+from dflash_hf.evaluation.simulate import accepted_tokens_at_every_anchor, simulate_decoding, simulate_passes
 from dflash_hf.evaluation.timed_generation import generate_timed
+from dflash_hf.target.batch_states import TargetStates
 from dflash_hf.target.hidden_states import target_hidden_states
 
 
-def test_the_walk_commits_what_a_loop_over_written_tokens_commits():
+def test_simulated_passes_commit_what_a_loop_over_written_tokens_commits():
     """Random answers, several a row, of every length from 1, with and without an end token."""
     draw = random.Random(0)
     for _ in range(300):
@@ -35,10 +37,10 @@ def test_the_walk_commits_what_a_loop_over_written_tokens_commits():
             elif not is_answer and start is not None:
                 expected += reference.serve(tokens, start, position - 1, proposals, ends) if start < position else []
                 start = None
-        assert walk_row(accepted, tokens, supervised, end_token_ids=ends) == expected
+        assert simulate_passes(accepted, tokens, supervised, end_token_ids=ends) == expected
 
 
-def test_documents_of_a_packed_row_are_walked_like_rows_of_their_own():
+def test_documents_of_a_packed_row_are_simulated_like_rows_of_their_own():
     draw = random.Random(1)
     rows = []
     for length in (5, 1, 9):
@@ -46,23 +48,21 @@ def test_documents_of_a_packed_row_are_walked_like_rows_of_their_own():
         rows.append(([draw.randrange(3) for _ in ids], ids, [index % 4 > 0 or length == 5 for index in range(length)]))
     packed = [list(itertools.chain(*columns)) for columns in zip(*rows, strict=True)]
     documents = [0] * 5 + [1] + [2] * 9
-    separate = list(itertools.chain(*(walk_row(*row, end_token_ids={2}) for row in rows)))
-    assert walk_row(*packed, end_token_ids={2}, documents=documents) == separate
+    separate = list(itertools.chain(*(simulate_passes(*row, end_token_ids={2}) for row in rows)))
+    assert simulate_passes(*packed, end_token_ids={2}, segment_ids=documents) == separate
 
 
-def batch_of(target, rows, side: str = "right") -> dict[str, torch.Tensor]:
+def batch_of(target, draft, rows, side: str = "right") -> TokenBatch:
     prepared = [
         {"input_ids": row["input_ids"], "supervised_mask": [bool(value) for value in row["loss_mask"]], "sample_id": 0}
         for row in rows
     ]
-    batch = DFlashCollator(padding_side=side)(prepared)
-    del batch["sample_ids"]
-    return batch
+    batch = TokenBatch.from_inputs(DFlashCollator(padding_side=side)(prepared))
+    return TargetStates(target, draft.config.target_layer_ids).attach_to(batch)
 
 
-def accepted_of(target, draft, batch, **kwargs) -> torch.Tensor:
-    states = target_hidden_states(target, batch["input_ids"], batch["token_valid_mask"], draft.config.target_layer_ids)
-    return accepted_at_every_anchor(draft, draft, **batch, context_hidden_states=states, **kwargs)
+def accepted_of(draft, batch, **kwargs) -> torch.Tensor:
+    return accepted_tokens_at_every_anchor(draft, draft, batch, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def half_trained(tmp_path_factory):
     target = make_target()
     rows = rows_of(target, count=4)
     trainer = make_trainer(
-        target, tmp_path_factory.mktemp("walk"), rows=rows, max_steps=45, use_muon=True, anchors_per_sample=16
+        target, tmp_path_factory.mktemp("simulation"), rows=rows, max_steps=45, use_muon=True, anchors_per_sample=16
     )
     trainer.train()
     return target, trainer.draft.eval(), rows
@@ -81,8 +81,8 @@ def half_trained(tmp_path_factory):
 def test_every_anchor_is_drafted_as_a_serving_call_drafts_it(half_trained):
     target, draft, rows = half_trained
     rows = [*rows[:2], {"input_ids": [5, 9], "loss_mask": [0, 1]}]
-    batch = batch_of(target, rows)
-    accepted = accepted_of(target, draft, batch, blocks_per_pass=64)
+    batch = batch_of(target, draft, rows)
+    accepted = accepted_of(draft, batch, blocks_per_pass=64)
     expected = torch.zeros_like(accepted)
     for index, row in enumerate(rows):
         ids, mask = torch.tensor([row["input_ids"]]), row["loss_mask"]
@@ -101,51 +101,44 @@ def test_every_anchor_is_drafted_as_a_serving_call_drafts_it(half_trained):
     assert set(accepted.unique().tolist()) == {0, 1, 2, 3}
 
 
-def test_passes_padding_and_chunks_do_not_change_the_walk(half_trained):
+def test_passes_padding_and_chunks_do_not_change_the_simulation(half_trained):
     target, draft, rows = half_trained
-    expected = accepted_of(target, draft, batch_of(target, rows), blocks_per_pass=64)
+    expected = accepted_of(draft, batch_of(target, draft, rows), blocks_per_pass=64)
     for blocks, chunk in ((1, 256), (7, 2)):
-        batch = batch_of(target, rows)
-        assert torch.equal(accepted_of(target, draft, batch, blocks_per_pass=blocks, head_chunk_size=chunk), expected)
+        batch = batch_of(target, draft, rows)
+        assert torch.equal(accepted_of(draft, batch, blocks_per_pass=blocks, head_chunk_size=chunk), expected)
     calls = []
 
     def counted(**kwargs):
         calls.append(kwargs["noise_embeds"].shape)
         return draft(**kwargs)
 
-    batch, left = batch_of(target, rows), batch_of(target, rows, "left")
-    states = target_hidden_states(target, left["input_ids"], left["token_valid_mask"], draft.config.target_layer_ids)
-    accepted = accepted_at_every_anchor(
-        counted, draft, **left, context_hidden_states=states, blocks_per_pass=16, agree_on=lambda count: count + 3
+    batch, left = batch_of(target, draft, rows), batch_of(target, draft, rows, "left")
+    accepted = accepted_tokens_at_every_anchor(
+        counted, draft, left, blocks_per_pass=16, agree_on=lambda count: count + 3
     )
     assert len(calls) == 2 + 3  # thirty answers' tokens in two passes, and three more that another rank needed
-    assert torch.equal(accepted[left["token_valid_mask"]], expected[batch["token_valid_mask"]])
+    assert torch.equal(accepted[left.valid], expected[batch.valid])
 
 
 @torch.no_grad()
 def test_a_packed_row_is_accepted_where_its_documents_are(half_trained):
     """Their states stand side by side, as computed for each document alone."""
     target, draft, rows = half_trained
-    layer_ids = draft.config.target_layer_ids
-    batches = [batch_of(target, [row]) for row in rows[:3]]
-    states = [target_hidden_states(target, b["input_ids"], b["token_valid_mask"], layer_ids) for b in batches]
-    packed = {name: torch.cat([batch[name] for batch in batches], dim=1) for name in batches[0]}
-    segment_ids = torch.cat([torch.full_like(b["input_ids"], index) for index, b in enumerate(batches)], dim=1)
-    accepted = accepted_at_every_anchor(
-        draft,
-        draft,
-        **packed,
-        context_hidden_states=torch.cat(states, dim=1),
-        blocks_per_pass=32,
-        segment_ids=segment_ids,
+    batches = [batch_of(target, draft, [row]) for row in rows[:3]]
+    names = ("input_ids", "valid", "supervised", "hidden_states")
+    packed = TokenBatch(
+        **{name: torch.cat([getattr(batch, name) for batch in batches], dim=1) for name in names},
+        segment_ids=torch.cat([torch.full_like(b.input_ids, index) for index, b in enumerate(batches)], dim=1),
     )
-    separate = [accepted_of(target, draft, batch, blocks_per_pass=32) for batch in batches]
+    accepted = accepted_of(draft, packed, blocks_per_pass=32)
+    separate = [accepted_of(draft, batch, blocks_per_pass=32) for batch in batches]
     assert torch.equal(accepted, torch.cat(separate, dim=1))
-    totals = [serving_statistics(part, **batch) for part, batch in zip(separate, batches, strict=True)]
-    assert torch.equal(serving_statistics(accepted, **packed, segment_ids=segment_ids), sum(totals))
+    totals = [simulate_decoding(part, batch, block_size=4) for part, batch in zip(separate, batches, strict=True)]
+    assert torch.equal(simulate_decoding(accepted, packed, block_size=4), sum(totals))
 
 
-def test_the_walk_equals_native_generation_pass_by_pass(half_trained):
+def test_simulated_decoding_equals_native_generation_pass_by_pass(half_trained):
     """Answers that the length limit cut, of several lengths, and answers that an end token ended."""
     target, draft, rows = half_trained
     seen = set()
@@ -160,13 +153,13 @@ def test_the_walk_equals_native_generation_pass_by_pass(half_trained):
             ids = prompt + generation.token_ids
             assert bool(ends) == (ids[-1] in ends)
             answer = {"input_ids": ids, "loss_mask": [0] * len(prompt) + [1] * len(generation.token_ids)}
-            batch = batch_of(target, [answer])
-            accepted = accepted_of(target, draft, batch, blocks_per_pass=8)
-            walk = walk_row(accepted[0].tolist(), ids, batch["supervised_mask"][0].tolist(), end_token_ids=ends)
-            assert walk == generation.committed
-            totals = serving_statistics(accepted, **batch, end_token_ids=ends)
-            assert totals.tolist() == [[sum(walk), len(walk)]]
-            seen.update(walk)
+            batch = batch_of(target, draft, [answer])
+            accepted = accepted_of(draft, batch, blocks_per_pass=8)
+            passes = simulate_passes(accepted[0].tolist(), ids, batch.supervised[0].tolist(), end_token_ids=ends)
+            assert passes == generation.committed
+            totals = simulate_decoding(accepted, batch, block_size=4, end_token_ids=ends)
+            assert totals.tolist() == [[passes.count(size) for size in (1, 2, 3, 4)]]
+            seen.update(passes)
     assert seen == {1, 2, 3, 4}
 
 
@@ -189,7 +182,7 @@ def test_evaluation_reports_the_acceptance_length_that_generate_reaches(half_tra
         assert generation.token_ids == row["input_ids"][prompt.shape[1] :]
         committed += generation.committed
     metrics = trainer.evaluate()
-    assert metrics["eval_serving_accept_len"] == pytest.approx(sum(committed) / len(committed), rel=1e-12)
-    assert metrics["eval_serving_accept_len"] != metrics["eval_accept_len"]
+    assert metrics["eval_serving_acceptance_length"] == pytest.approx(sum(committed) / len(committed), rel=1e-12)
+    assert metrics["eval_serving_acceptance_length"] != metrics["eval_acceptance_length"]
     quick = make_trainer(target, tmp_path, draft=draft, rows=rows, eval_rows=rows, eval_serving=False)
-    assert "eval_serving_accept_len" not in quick.evaluate()
+    assert "eval_serving_acceptance_length" not in quick.evaluate()

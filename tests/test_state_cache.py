@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from dflash_hf.target import hidden_state_cache
 from dflash_hf.target.hidden_state_cache import (
-    DiskStateCache,
-    MemoryStateCache,
-    cached_states,
-    fill_state_cache,
+    DiskHiddenStateCache,
+    MemoryHiddenStateCache,
+    cached_hidden_states,
+    fill_hidden_state_cache,
+    hidden_state_fingerprint,
     row_key,
-    state_fingerprint,
     weights_checksum,
 )
 from dflash_hf.target.hidden_states import target_hidden_states
@@ -38,9 +38,9 @@ def make_rows(count: int = 6, length: int = 10) -> list[list[int]]:
     return torch.randint(1, 97, (count, length), generator=generator).tolist()
 
 
-def open_cache(target, folder, layer_ids=LAYERS, final=False, shard_bytes=2 * ROW_BYTES) -> DiskStateCache:
-    fingerprint = state_fingerprint(target, layer_ids, include_final_state=final)
-    return DiskStateCache(folder, fingerprint, shard_bytes)
+def open_cache(target, folder, layer_ids=LAYERS, final=False, shard_bytes=2 * ROW_BYTES) -> DiskHiddenStateCache:
+    fingerprint = hidden_state_fingerprint(target, layer_ids, include_final_state=final)
+    return DiskHiddenStateCache(folder, fingerprint, shard_bytes)
 
 
 def fill(cache, target, rows, **kwargs) -> int:
@@ -48,7 +48,7 @@ def fill(cache, target, rows, **kwargs) -> int:
     seen = []
     counter = target.get_input_embeddings().register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
     try:
-        fill_state_cache(cache, target, rows, LAYERS, batch_tokens=10, show_progress=False, **kwargs)
+        fill_hidden_state_cache(cache, target, rows, LAYERS, batch_tokens=10, show_progress=False, **kwargs)
     finally:
         counter.remove()
     return seen.count(10)
@@ -75,22 +75,24 @@ def test_a_batch_out_of_the_cache_equals_the_same_batch_of_the_target(tmp_path, 
     """The rows have other lengths and another order than they were computed in, and padding on either side."""
     target = make_target().to(dtype)
     rows = [row[:length] for row, length in zip(make_rows(), (10, 3, 1, 7, 9, 3), strict=True)]
-    cache = MemoryStateCache() if kind == "memory" else open_cache(target, tmp_path, final=final)
-    fill_state_cache(cache, target, rows, LAYERS, include_final_state=final, batch_tokens=12, show_progress=False)
+    cache = MemoryHiddenStateCache() if kind == "memory" else open_cache(target, tmp_path, final=final)
+    fill_hidden_state_cache(
+        cache, target, rows, LAYERS, include_final_state=final, batch_tokens=12, show_progress=False
+    )
     if kind == "disk again":
         cache = open_cache(target, tmp_path, final=final)
     assert len(cache) == 6
     input_ids, valid = torch.zeros(2, 12, dtype=torch.long), torch.zeros(2, 12, dtype=torch.bool)
     input_ids[0, :9], valid[0, :9] = torch.tensor(rows[4]), True
     input_ids[1, 9:], valid[1, 9:] = torch.tensor(rows[1]), True
-    states = cached_states(cache, input_ids, valid)
+    states = cached_hidden_states(cache, input_ids, valid)
     fresh = target_hidden_states(target, input_ids, valid, LAYERS, include_final_state=final)
     assert states.dtype == fresh.dtype == dtype
     tolerance = SHARE_OF_ROUNDING[dtype] * fresh.abs().max().item()
     torch.testing.assert_close(states, fresh, atol=tolerance, rtol=0)
     assert states[~valid].eq(0).all()
     input_ids[1, -1] = (input_ids[1, -1] + 1) % 97
-    assert cached_states(cache, input_ids, valid) is None
+    assert cached_hidden_states(cache, input_ids, valid) is None
 
 
 def test_a_row_is_computed_once_for_all_data_sets_and_runs(target, tmp_path):
@@ -114,7 +116,7 @@ def test_an_interrupt_loses_only_the_pass_in_progress(target, tmp_path):
         if len(passes) == 4:
             raise KeyboardInterrupt
 
-    fill(MemoryStateCache(), target, rows[:1])
+    fill(MemoryHiddenStateCache(), target, rows[:1])
     handle = target.model.layers[1].register_forward_hook(interrupt_in_the_fourth_pass)
     with pytest.raises(KeyboardInterrupt):
         fill(open_cache(target, tmp_path), target, rows)
@@ -137,7 +139,7 @@ def test_a_killed_run_leaves_complete_shards_and_the_next_one_goes_on(target, tm
             os.kill(os.getpid(), signal.SIGKILL)
 
     cache = open_cache(target, tmp_path)
-    fill(MemoryStateCache(), target, rows[:1])
+    fill(MemoryHiddenStateCache(), target, rows[:1])
     child = os.fork()
     if child == 0:
         if moment == "in a pass":
@@ -324,7 +326,7 @@ def test_processes_that_do_not_share_the_folder_are_told(target, tmp_path):
 
 
 def test_every_process_keeps_all_rows_in_its_own_memory(target):
-    cache = MemoryStateCache()
+    cache = MemoryHiddenStateCache()
     fill(cache, target, make_rows(), accelerator=process(1, 2, None))
     assert len(cache) == 6
 

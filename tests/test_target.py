@@ -16,7 +16,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from training_runs import make_trainer
 
 from dflash_hf.target.hidden_state_cache import weights_checksum
-from dflash_hf.target.hidden_states import target_hidden_states, without_peft
+from dflash_hf.target.hidden_states import target_hidden_states, unwrap_peft
 
 SMALL = {**TINY, "max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -338,7 +338,7 @@ KINDS = {
 
 
 def bits(model) -> str:
-    return weights_checksum(without_peft(model))
+    return weights_checksum(unwrap_peft(model))
 
 
 @pytest.mark.parametrize("kind", KINDS)

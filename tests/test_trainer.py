@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -17,8 +18,11 @@ from transformers import (
     LlamaConfig,
     TrainerCallback,
 )
+from transformers.trainer_utils import EvalPrediction
 
-from dflash_hf import DFlashDraftModel, DFlashTrainingArguments
+import dflash_hf.training.trainer
+from dflash_hf import DFlashDraftModel, DFlashTrainingArguments, build_dflash_batch_plan
+from dflash_hf.blocks.batch import TokenBatch
 from dflash_hf.data.collator import DFlashCollator
 from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.training.optimizer import MuonWithAdamW
@@ -33,7 +37,7 @@ def test_an_overfitted_draft_is_accepted_whole_by_native_generation(target, tmp_
         target, tmp_path, rows=rows, max_steps=200, anchors_per_sample=32, use_muon=muon, slot_weights="dpace"
     )
     trainer.train()
-    assert trainer.evaluate(trainer.train_dataset)["eval_accept_len"] > 3.8
+    assert trainer.evaluate(trainer.train_dataset)["eval_acceptance_length"] > 3.8
     trainer.draft.eval()
     for row in rows:
         prompt = torch.tensor([row["input_ids"][: row["loss_mask"].index(1)]])
@@ -197,7 +201,7 @@ def test_cached_target_states_train_like_fresh_ones(tmp_path):
         counter = target.model.layers[0].register_forward_hook(lambda *_: passes.append(1))
         trainer.train()
         counter.remove()
-        assert len(trainer._state_cache) == (6 if cache else 0)
+        assert len(trainer.target_states.cache) == (6 if cache else 0)
         finals.append(weights(trainer.draft))
         losses.append(trainer.evaluate()["eval_loss"])
         passes.append(0)
@@ -240,7 +244,9 @@ def test_evaluation_is_the_same_for_any_batch_size_and_every_time(target, tmp_pa
             results.append({name: value for name, value in metrics.items() if "loss" in name or "acc" in name})
     assert set(results[0]) == {
         "eval_loss",
+        "eval_acceptance_length",
         "eval_accept_len",
+        "eval_serving_acceptance_length",
         "eval_serving_accept_len",
         *(f"eval_slot_accuracy_{slot}" for slot in (1, 2, 3)),
     }
@@ -253,7 +259,7 @@ def test_raw_rows_and_several_named_sets_are_evaluated(target, tmp_path):
     trainer = make_trainer(target, tmp_path, rows=rows, eval_rows={"a": rows[:2], "b": rows[2:]}, max_steps=1)
     metrics = trainer.evaluate()
     assert trainer.evaluate(rows[:2])["eval_loss"] == pytest.approx(metrics["eval_a_loss"])
-    assert metrics["eval_b_accept_len"] >= 1
+    assert metrics["eval_b_acceptance_length"] >= 1
 
 
 def test_the_best_checkpoint_is_loaded_by_eval_loss(target, tmp_path):
@@ -274,12 +280,92 @@ def test_the_best_checkpoint_is_loaded_by_eval_loss(target, tmp_path):
     assert trainer.state.best_metric == pytest.approx(trainer.evaluate()["eval_loss"])
 
 
+@pytest.mark.parametrize("metric", ["acceptance_length", "eval_serving_accept_len"])
+def test_the_best_checkpoint_can_be_chosen_by_either_name_of_an_acceptance_length(target, tmp_path, metric):
+    rows = rows_of(target)
+    trainer = make_trainer(
+        target,
+        tmp_path,
+        rows=rows,
+        eval_rows=rows,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="best",
+        metric_for_best_model=metric,
+        greater_is_better=True,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(logged) == 2
+    for name in ("acceptance_length", "serving_acceptance_length"):
+        old = name.replace("acceptance_length", "accept_len")
+        assert [entry[f"eval_{old}"] for entry in logged] == [entry[f"eval_{name}"] for entry in logged]
+    assert trainer.state.best_metric == max(entry[f"eval_{metric.removeprefix('eval_')}"] for entry in logged)
+
+
+def test_metrics_without_any_pass_are_left_out(target, tmp_path):
+    trainer = make_trainer(target, tmp_path, slot_weights="dpace")
+    metrics = trainer._evaluation_metrics(EvalPrediction(torch.zeros(3, 3 * 4 + 4).numpy(), torch.arange(3).numpy()))
+    assert list(metrics) == ["loss"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_plan_of_a_micro_batch_is_built_once(target, tmp_path, monkeypatch, workers):
+    built, micro_batches = [], []
+
+    def build(*args, **kwargs):
+        plan = build_dflash_batch_plan(*args, **kwargs)
+        built.append((kwargs["optimizer_step"], plan))
+        return plan
+
+    monkeypatch.setattr(dflash_hf.training.trainer, "build_dflash_batch_plan", build)
+    trainer = make_trainer(
+        target,
+        tmp_path,
+        eval_rows=rows_of(target, count=3),
+        max_steps=3,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=2,
+        dataloader_num_workers=workers,
+    )
+    compute_loss = trainer.compute_loss
+
+    def recorded(model, inputs, *args, **kwargs):
+        loss, losses = compute_loss(model, inputs, *args, **{**kwargs, "return_outputs": True})
+        micro_batches.append((trainer.state.global_step, losses.plan))
+        return loss
+
+    trainer.compute_loss = recorded
+    trainer.train()
+    assert [step for step, _ in built] == [0, 0, 1, 1, 2, 2]
+    assert [step for step, _ in micro_batches] == [0, 0, 1, 1, 2, 2]
+    for (_, expected), (_, used) in zip(built, micro_batches, strict=True):
+        for item in dataclasses.fields(expected):
+            assert torch.equal(getattr(used, item.name), getattr(expected, item.name))
+
+    built.clear()
+    trainer.evaluate()
+    assert [step for step, _ in built] == [0, 0]  # two batches, each at the step of every evaluation
+
+    built.clear()  # a batch that Trainer's loop did not prepare gets its plan in compute_loss
+    inputs = trainer.data_collator([trainer.train_dataset[0]])
+    loss = compute_loss(trainer.model, inputs)
+    assert [step for step, _ in built] == [3]
+    (planned,), total = trainer.get_batch_samples(iter([inputs]), 1, torch.device("cpu"))
+    assert set(planned) - set(inputs) == {"dflash_plan"}
+    torch.testing.assert_close(compute_loss(trainer.model, planned, num_items_in_batch=total), loss)
+    assert len(built) == 2
+
+
 def test_the_loss_and_the_acceptance_length_are_logged(target, tmp_path):
     trainer = make_trainer(target, tmp_path)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 4
-    assert all(1 <= entry["accept_len"] <= 4 for entry in logs)
+    assert all(1 <= entry["acceptance_length"] <= 4 for entry in logs)
+    assert all(entry["accept_len"] == entry["acceptance_length"] for entry in logs)
     assert logs[0]["loss"] == pytest.approx(math.log(97), rel=0.8)
 
 
@@ -407,7 +493,9 @@ def test_terms_compare_with_the_targets_own_logits_one_position_before_the_slot(
     if cache:
         trainer.cache_states(trainer.train_dataset)
     batch = trainer.data_collator([trainer.train_dataset[index] for index in range(2)])
-    losses = trainer._block_losses(trainer.model, batch, trainer._plan(batch, 0))
+    plan = trainer._plan(batch, 0)
+    with_states = trainer.target_states.attach_to(TokenBatch.from_inputs(batch))
+    losses = trainer._block_losses(trainer.model, with_states, plan)
     hidden = []
 
     def keep_hidden_states(**kwargs):
@@ -415,7 +503,7 @@ def test_terms_compare_with_the_targets_own_logits_one_position_before_the_slot(
         hidden.append(output.last_hidden_state)
         return output
 
-    trainer._block_losses(keep_hidden_states, batch, trainer._plan(batch, 0))
+    trainer._block_losses(keep_hidden_states, with_states, plan)
     draft_logits = target.get_output_embeddings()(hidden[0]).view(*losses.loss.shape, -1)
     first_columns = batch["token_valid_mask"].int().argmax(-1).tolist()
     for block, slot in losses.plan.loss_mask.nonzero().tolist():
@@ -445,7 +533,7 @@ def test_every_term_learns(values, target, tmp_path):
     trainer.train()
     after = trainer.evaluate()
     assert after["eval_loss"] < 0.9 * before["eval_loss"]
-    assert after["eval_accept_len"] > before["eval_accept_len"]
+    assert after["eval_acceptance_length"] > before["eval_acceptance_length"]
 
 
 @pytest.mark.parametrize(

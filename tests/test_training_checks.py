@@ -47,9 +47,6 @@ def run_copy(saved_run, tmp_path) -> Path:
     return Path(shutil.copytree(saved_run, tmp_path / "out"))
 
 
-# ---- resuming ----
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -187,19 +184,16 @@ def test_checkpoints_of_a_run_without_record_or_clock_are_resumed_and_then_have_
     assert state["stateful_callbacks"]["TrainingClock"]["attributes"]["elapsed_s"] > 0
 
 
-# ---- what learns nothing ----
-
-
-def feed(watch: AcceptanceWatch, accept_lens: list[float], warmup: int = 0, every: int = 10) -> list[int]:
+def feed(watch: AcceptanceWatch, lengths: list[float], warmup: int = 0, every: int = 10) -> list[int]:
     """Steps at which a warning came."""
     args = SimpleNamespace(get_warmup_steps=lambda steps: warmup, warmup_steps=0.25)
     warned = []
-    for index, accept_len in enumerate(accept_lens, start=1):
+    for index, length in enumerate(lengths, start=1):
         before = watch._is_done
         state = SimpleNamespace(global_step=index * every, max_steps=1000, is_world_process_zero=True)
-        watch.on_log(args, state, None, logs={"loss": 1.0, "accept_len": accept_len})
+        watch.on_log(args, state, None, logs={"loss": 1.0, "acceptance_length": length})
         watch.on_log(args, state, None, logs={"eval_loss": 1.0})
-        if watch._is_done and not before and accept_len < 1.02:
+        if watch._is_done and not before and length < 1.02:
             warned.append(state.global_step)
     return warned
 
@@ -231,9 +225,6 @@ def test_training_on_noise_ends_in_the_warning(tmp_path, warnings):
     trainer = make_trainer(target, tmp_path, learning_rate=0.0, max_steps=50, logging_steps=50, anchors_per_sample=4)
     trainer.train()
     assert [m for m in warnings() if "After 50 steps" in m and "target_layer_ids" in m]
-
-
-# ---- before the first step ----
 
 
 def prepared(rows: list[tuple[list[int], list[int] | None]]) -> datasets.Dataset:
@@ -373,7 +364,33 @@ def test_a_published_draft_trains_on_in_training_mode_and_its_norms_move(tmp_pat
     assert all(not torch.equal(value, before[name]) for name, value in weights(draft).items())
 
 
-# ---- what evaluation generates, and where the metrics go ----
+def test_rows_of_another_evaluation_folder_are_checked_against_that_folder_and_named_by_it(
+    run, saved_target, tmp_path
+):
+    target = saved_target()
+    folders = {}
+    for name, words in (("train", "1"), ("held-out", "1 2 3 4 5 6 7 8 9")):
+        rows = [
+            {"messages": [{"role": "user", "content": f"{n}+1"}, {"role": "assistant", "content": words}]}
+            for n in range(3)
+        ]
+        source = tmp_path / f"{name}.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folders[name] = tmp_path / name
+        code, _, err = run("prepare", "--target", target, "--dataset", source, "--out", folders[name])
+        assert code == 0, err
+    arguments = ["train", "--target", target, "--dataset", folders["train"], "--eval_dataset", folders["held-out"],
+                 "--output_dir", tmp_path / "out", "--max_steps", "1"]  # fmt: skip
+    code, _, err = run(*arguments, "--max_length", "20")
+    assert code == 1
+    assert f"{folders['held-out']} has rows of up to" in err
+
+    report = json.loads((folders["held-out"] / "report.json").read_text())
+    report["settings"] |= {"vocabulary_hash": "of another tokenizer", "target": "another"}
+    (folders["held-out"] / "report.json").write_text(json.dumps(report))
+    code, _, err = run(*arguments)
+    assert code == 1
+    assert f"{folders['held-out']} was prepared for the tokenizer of 'another'" in err
 
 
 def test_evaluation_generates_from_the_first_prompts_and_training_goes_on(tmp_path):
@@ -385,7 +402,7 @@ def test_evaluation_generates_from_the_first_prompts_and_training_goes_on(tmp_pa
         target, tmp_path, rows=rows, eval_rows=rows, eval_generate_prompts=2, eval_generate_max_new_tokens=9, **values
     )
     trainer.train()
-    logged = [entry["eval_generate_accept_len"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    logged = [entry["eval_generate_acceptance_length"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(logged) == 2
     committed = []
     for row in rows[:2]:
@@ -393,8 +410,11 @@ def test_evaluation_generates_from_the_first_prompts_and_training_goes_on(tmp_pa
         committed += generate_timed(
             target, {"input_ids": prompt}, trainer.draft, loop="transformers", max_new_tokens=9, do_sample=False
         ).committed
-    assert trainer.evaluate()["eval_generate_accept_len"] == logged[1] == sum(committed) / len(committed)
-    assert "eval_generate_accept_len" not in make_trainer(target, tmp_path, rows=rows, eval_rows=rows).evaluate()
+    metrics = trainer.evaluate()
+    assert metrics["eval_generate_acceptance_length"] == logged[1] == sum(committed) / len(committed)
+    assert metrics["eval_generate_accept_len"] == logged[1]
+    metrics = make_trainer(target, tmp_path, rows=rows, eval_rows=rows).evaluate()
+    assert not [name for name in metrics if "generate" in name]
 
 
 def test_tensorboard_receives_every_metric(target, tmp_path, monkeypatch):
@@ -418,11 +438,13 @@ def test_tensorboard_receives_every_metric(target, tmp_path, monkeypatch):
     board.Reload()
     names = {
         "train/loss": ("loss", 2),
+        "train/acceptance_length": ("acceptance_length", 2),
         "train/accept_len": ("accept_len", 2),
         "eval/loss": ("eval_loss", 1),
+        "eval/acceptance_length": ("eval_acceptance_length", 1),
         "eval/accept_len": ("eval_accept_len", 1),
-        "eval/serving_accept_len": ("eval_serving_accept_len", 1),
-        "eval/generate_accept_len": ("eval_generate_accept_len", 1),
+        "eval/serving_acceptance_length": ("eval_serving_acceptance_length", 1),
+        "eval/generate_acceptance_length": ("eval_generate_acceptance_length", 1),
         "eval/slot_accuracy_3": ("eval_slot_accuracy_3", 1),
     }
     for tag, (name, count) in names.items():

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..blocks.batch import TokenBatch
 from ..blocks.forward import block_hidden_states, block_losses
 from ..blocks.losses import decay_weights, default_loss_decay
 from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
@@ -102,14 +103,16 @@ class _Step:
         self.optimizer.zero_grad()
         generator = torch.Generator().manual_seed(1)
         size = (shapes.rows, shapes.length)
-        self.input_ids = torch.randint(0, shapes.vocab_size - 1, size, generator=generator).to(self.device)
-        self.valid = torch.ones(size, dtype=torch.bool, device=self.device)
         documents = torch.arange(shapes.length, device=self.device) * shapes.documents // shapes.length
-        self.segment_ids = documents.repeat(shapes.rows, 1) if shapes.documents > 1 else None
-        self.states = None
+        self.batch = TokenBatch(
+            torch.randint(0, shapes.vocab_size - 1, size, generator=generator).to(self.device),
+            torch.ones(size, dtype=torch.bool, device=self.device),
+            segment_ids=documents.repeat(shapes.rows, 1) if shapes.documents > 1 else None,
+        )
         if not shapes.target_layers:
             width = shapes.num_target_layers * shapes.hidden_size
-            self.states = torch.randn(*size, width, generator=generator).to(self.device, torch.bfloat16)
+            states = torch.randn(*size, width, generator=generator).to(self.device, torch.bfloat16)
+            self.batch = self.batch.with_hidden_states(states)
         self.count = 0
         self.start_bytes = self._memory_bytes(peak=False)
 
@@ -130,14 +133,15 @@ class _Step:
     def run(self) -> dict[str, Any]:
         """Run one step, and return its measurements."""
         clock = _Clock(self.device)
-        states = self.states
-        if states is None:
+        batch = self.batch
+        if batch.hidden_states is None:
             with clock.phase("target"):
                 layer_ids = self.draft.config.target_layer_ids or []
-                states = target_hidden_states(self.target, self.input_ids, self.valid, layer_ids)
+                states = target_hidden_states(self.target, batch.input_ids, batch.valid, layer_ids)
+                batch = batch.with_hidden_states(states)
         cpu_start = time.process_time()
         loss_of = self._our_loss if self.implementation == "ours" else self._plain_loss
-        loss = loss_of(states, clock)
+        loss = loss_of(batch, clock)
         with clock.phase("backward"):
             loss.backward()
         cpu_s = time.process_time() - cpu_start
@@ -150,17 +154,17 @@ class _Step:
     def _plan(self) -> DFlashBatchPlan:
         """Sample the anchors of the step."""
         return build_dflash_batch_plan(
-            self.valid,
+            self.batch.valid,
             torch.arange(self.shapes.rows, device=self.device),
             anchors_per_sample=self.shapes.anchors,
             gamma=self.shapes.block_size - 1,
             optimizer_step=self.count,
             seed=0,
-            segment_ids=self.segment_ids,
+            segment_ids=self.batch.segment_ids,
             replacement=False,
         )
 
-    def _our_loss(self, states: torch.Tensor, clock: _Clock) -> torch.Tensor:
+    def _our_loss(self, batch: TokenBatch, clock: _Clock) -> torch.Tensor:
         """Compute the loss as the trainer does."""
 
         def forward(**kwargs: Any) -> Any:
@@ -168,25 +172,19 @@ class _Step:
                 return self.draft(**kwargs)
 
         with clock.phase("loss"):
-            losses = block_losses(
-                forward, self.draft, self._plan(), self.input_ids, self.valid, states,
-                segment_ids=self.segment_ids, block_attention=self.block_attention,
-            )  # fmt: skip
+            losses = block_losses(forward, self.draft, self._plan(), batch, block_attention=self.block_attention)
             loss = (losses.weights * losses.loss).sum() / losses.weights.sum()
         clock.seconds["loss"] -= clock.seconds["forward"]
         return loss
 
-    def _plain_loss(self, states: torch.Tensor, clock: _Clock) -> torch.Tensor:
+    def _plain_loss(self, batch: TokenBatch, clock: _Clock) -> torch.Tensor:
         """Compute the same loss with a dense mask, all logits at once, and autograd through everything."""
         plan = self._plan()
         with clock.phase("forward"), torch.autocast(self.device.type, torch.bfloat16):
-            hidden_states = block_hidden_states(
-                self.draft, self.draft, plan, self.input_ids, self.valid, states,
-                segment_ids=self.segment_ids, block_attention="dense",
-            )  # fmt: skip
+            hidden_states = block_hidden_states(self.draft, self.draft, plan, batch, block_attention="dense")
         with clock.phase("loss"):
             hidden_states = hidden_states[plan.loss_mask]
-            labels = self.input_ids[plan.sample_rows[:, None], plan.label_positions][plan.loss_mask]
+            labels = batch.input_ids[plan.sample_rows[:, None], plan.label_positions][plan.loss_mask]
             logits = self.draft.compute_logits(hidden_states)
             cross_entropy = functional.cross_entropy(logits.float(), labels, reduction="none")
             weights = decay_weights(plan.loss_mask, default_loss_decay(plan.block_size))

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ..model.configuration_dflash import DFlashConfig
 from ..model.modeling_dflash import product_dtype
+from .batch import TokenBatch
 from .plan import DFlashBatchPlan
 
 QUERIES_PER_GROUP = 128
@@ -49,25 +50,23 @@ class BlockAttention:
 
     Args:
         plan ([`DFlashBatchPlan`]): `N = R * M` blocks.
-        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        batch ([`TokenBatch`]): the sequences; its `valid` and `segment_ids` are read.
         window (`int`, *optional*): a context key must be closer than this to the query's own position.
         causal (`bool`, defaults to `False`): a slot sees no later slot of its block.
-        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
     """
 
     def __init__(
         self,
         plan: DFlashBatchPlan,
-        token_valid_mask: torch.Tensor,
+        batch: TokenBatch,
         *,
         window: int | None = None,
         causal: bool = False,
-        segment_ids: torch.Tensor | None = None,
     ) -> None:
-        rows, self.length = token_valid_mask.shape
-        block_size, device = plan.block_size, token_valid_mask.device
-        anchors = plan.anchor_positions.view(rows, -1)
-        visible = visible_context(plan, token_valid_mask, window=window, segment_ids=segment_ids)  # [R, M, B or 1, S]
+        self.length = batch.length
+        block_size, device = plan.block_size, batch.valid.device
+        anchors = plan.anchor_positions.view(batch.num_rows, -1)
+        visible = visible_context(plan, batch, window=window)  # [R, M, B or 1, S]
         self.groups = _group_blocks(visible, max(QUERIES_PER_GROUP // block_size, 1))
 
         slots = torch.arange(block_size, device=device)
@@ -132,13 +131,7 @@ class BlockAttention:
         return output.permute(0, 2, 4, 1, 3, 5).reshape(rows, blocks * block_size, heads, head_dim)
 
 
-def visible_context(
-    plan: DFlashBatchPlan,
-    token_valid_mask: torch.Tensor,
-    *,
-    window: int | None = None,
-    segment_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+def visible_context(plan: DFlashBatchPlan, batch: TokenBatch, *, window: int | None = None) -> torch.Tensor:
     """
     Context that each block may see: real tokens of its document strictly before its anchor, inside the window.
 
@@ -149,12 +142,11 @@ def visible_context(
         `torch.BoolTensor` of shape `[R, M, B, S]` with a window, which each slot measures from its own position, else
         `[R, M, 1, S]`; all False for an invalid block.
     """
-    rows, length = token_valid_mask.shape
-    anchors = plan.anchor_positions.view(rows, -1)
-    columns = torch.arange(length, device=token_valid_mask.device)
-    visible = (columns < anchors[..., None]) & token_valid_mask[:, None] & plan.block_valid.view(rows, -1, 1)
-    if segment_ids is not None:
-        visible = visible & (segment_ids[:, None] == segment_ids.gather(1, anchors)[..., None])
+    anchors = plan.anchor_positions.view(batch.num_rows, -1)
+    columns = torch.arange(batch.length, device=batch.valid.device)
+    visible = (columns < anchors[..., None]) & batch.valid[:, None] & plan.block_valid.view(batch.num_rows, -1, 1)
+    if batch.segment_ids is not None:
+        visible = visible & (batch.segment_ids[:, None] == batch.segment_ids.gather(1, anchors)[..., None])
     visible = visible[:, :, None]
     if window is not None:
         queries = plan.query_positions.view(*anchors.shape, -1, 1)
@@ -193,12 +185,7 @@ def _bounds(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dense_block_mask(
-    plan: DFlashBatchPlan,
-    token_valid_mask: torch.Tensor,
-    *,
-    window: int | None = None,
-    causal: bool = False,
-    segment_ids: torch.Tensor | None = None,
+    plan: DFlashBatchPlan, batch: TokenBatch, *, window: int | None = None, causal: bool = False
 ) -> torch.Tensor:
     """
     Visibility as a tensor: the context strictly before a block's anchor, and the block itself.
@@ -208,17 +195,16 @@ def dense_block_mask(
 
     Args:
         plan ([`DFlashBatchPlan`]): `N = R * M` blocks.
-        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        batch ([`TokenBatch`]): the sequences; its `valid` and `segment_ids` are read.
         window (`int`, *optional*): a context key must be closer than this to the query's own position.
         causal (`bool`, defaults to `False`): a slot sees no later slot of its block.
-        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
 
     Returns:
         `torch.BoolTensor` of shape `[R, 1, M * B, S + M * B]`, True = visible; keys are the context, then the slots.
     """
-    rows, block_size = token_valid_mask.shape[0], plan.block_size
-    blocks, device = plan.anchor_positions.numel() // rows, token_valid_mask.device
-    sees_context = visible_context(plan, token_valid_mask, window=window, segment_ids=segment_ids)
+    rows, block_size = batch.num_rows, plan.block_size
+    blocks, device = plan.anchor_positions.numel() // rows, batch.valid.device
+    sees_context = visible_context(plan, batch, window=window)
     sees_context = sees_context.expand(-1, -1, block_size, -1).flatten(1, 2)  # [R, M * B, S]
 
     slot_index = torch.arange(blocks * block_size, device=device)
@@ -233,12 +219,7 @@ def dense_block_mask(
 
 
 def flex_block_mask(
-    plan: DFlashBatchPlan,
-    token_valid_mask: torch.Tensor,
-    *,
-    window: int | None = None,
-    causal: bool = False,
-    segment_ids: torch.Tensor | None = None,
+    plan: DFlashBatchPlan, batch: TokenBatch, *, window: int | None = None, causal: bool = False
 ) -> BlockMask:
     """
     The same visibility as [`dense_block_mask`] for FlexAttention.
@@ -248,19 +229,19 @@ def flex_block_mask(
     Returns:
         `BlockMask` over `M * B` queries and `S + M * B` keys.
     """
-    rows, length = token_valid_mask.shape
+    rows, length, valid = batch.num_rows, batch.length, batch.valid
     block_size = plan.block_size
     anchors = plan.anchor_positions.view(rows, -1)
     num_slots = anchors.shape[1] * block_size
     slot_valid = plan.slot_valid.view(rows, num_slots)
-    documents = torch.zeros_like(token_valid_mask, dtype=torch.int64) if segment_ids is None else segment_ids
+    documents = torch.zeros_like(batch.input_ids) if batch.segment_ids is None else batch.segment_ids
 
     def visible(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         # FlexAttention asks about padded indices too: clamp them into range, their answers are thrown away
         query = query.clamp(max=num_slots - 1)
         block, column = query // block_size, key.clamp(max=length - 1)
         anchor = anchors[row, block]
-        sees_context = (key < length) & (column < anchor) & token_valid_mask[row, column] & slot_valid[row, query]
+        sees_context = (key < length) & (column < anchor) & valid[row, column] & slot_valid[row, query]
         sees_context = sees_context & (documents[row, column] == documents[row, anchor])
         if window is not None:
             sees_context = sees_context & (anchor + query % block_size - column < window)
@@ -270,7 +251,7 @@ def flex_block_mask(
             sees_slot = sees_slot & (slot <= query)
         return sees_context | ((key >= length) & (sees_slot | (slot == query)))
 
-    device = token_valid_mask.device
+    device = valid.device
     create = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
     return create(visible, rows, None, num_slots, length + num_slots, device=device)
 
@@ -291,8 +272,7 @@ def attention_kind(kind: str, device: torch.device) -> str:
 def training_masks(
     config: DFlashConfig,
     plan: DFlashBatchPlan,
-    token_valid_mask: torch.Tensor,
-    segment_ids: torch.Tensor | None = None,
+    batch: TokenBatch,
     kind: str = "auto",
 ) -> dict[str, torch.Tensor | BlockMask | BlockAttention]:
     """
@@ -301,8 +281,7 @@ def training_masks(
     Args:
         config ([`DFlashConfig`]): layer types, window and causality.
         plan ([`DFlashBatchPlan`]): the blocks.
-        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
-        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
+        batch ([`TokenBatch`]): the sequences; its `valid` and `segment_ids` are read.
         kind (`str`, defaults to `"auto"`):
             `"flex"` (FlexAttention), `"structured"` (no block meets another block's keys; plain matrix products on any
             device) or `"dense"` (a tensor for the configuration's attention implementation: the slow oracle); `"auto"`
@@ -313,15 +292,9 @@ def training_masks(
         draft's `forward`.
     """
     kinds: dict[str, Any] = {"flex": flex_block_mask, "structured": BlockAttention, "dense": dense_block_mask}
-    build = kinds[attention_kind(kind, token_valid_mask.device)]
+    build = kinds[attention_kind(kind, batch.valid.device)]
     layer_types = config.layer_types or []
     return {
-        layer_type: build(
-            plan,
-            token_valid_mask,
-            window=config.layer_window(index),
-            causal=config.in_block_causal(index),
-            segment_ids=segment_ids,
-        )
+        layer_type: build(plan, batch, window=config.layer_window(index), causal=config.in_block_causal(index))
         for layer_type, index in {kind: layer_types.index(kind) for kind in layer_types}.items()
     }

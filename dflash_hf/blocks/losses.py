@@ -235,7 +235,7 @@ def slot_loss(
 @dataclass
 class HeadLosses:
     """
-    What [`head_losses`] returns.
+    What [`chunked_head_losses`] returns.
 
     Args:
         loss (`torch.FloatTensor` of shape `[P]`): of each slot, fp32, differentiable in the hidden states.
@@ -255,7 +255,7 @@ DEFAULT_HEAD_TILE = (4096, 8192)
 SLOTS_STEP = 64
 
 
-class _FrozenLinearHead(torch.autograd.Function):
+class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     """
     Cross-entropy through a frozen linear head, tile by tile, without ever holding a whole row of logits.
 
@@ -324,7 +324,7 @@ class _FrozenLinearHead(torch.autograd.Function):
         return gradient * gradients[0][:, None].to(gradient.dtype), None, None
 
 
-class _AnyHead(torch.autograd.Function):
+class _ChunkedHeadLoss(torch.autograd.Function):
     """Any loss of any head in chunks; autograd inside a chunk gives the gradient, so no chunk outlives its turn."""
 
     @staticmethod
@@ -379,7 +379,7 @@ def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def head_losses(
+def chunked_head_losses(
     head: nn.Module,
     hidden_states: torch.Tensor,
     labels: torch.Tensor,
@@ -420,7 +420,7 @@ def head_losses(
         )
     if not terms.needs_target_logits and is_plain_head(head):
         weight: Any = head.weight
-        cross_entropy, is_correct = _FrozenLinearHead.apply(hidden_states, weight.detach(), labels)
+        cross_entropy, is_correct = _ChunkedLinearCrossEntropy.apply(hidden_states, weight.detach(), labels)
         return HeadLosses(terms.ce_weight * cross_entropy, cross_entropy.detach(), is_correct)
 
     def chunk_losses(chunk: torch.Tensor, slots: slice) -> HeadLosses:
@@ -437,4 +437,4 @@ def head_losses(
         return HeadLosses(slot_loss(logits, cross_entropy, target_logits, terms), cross_entropy, is_correct)
 
     chunk_size = chunk_size or default_chunk_size(hidden_states.device)
-    return HeadLosses(*_AnyHead.apply(hidden_states, chunk_losses, chunk_size))
+    return HeadLosses(*_ChunkedHeadLoss.apply(hidden_states, chunk_losses, chunk_size))

@@ -107,14 +107,14 @@ class AcceptanceRecord:
 
 def accepted_slots(is_correct: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """
-    Leading slots of each block whose prediction is right: what a target would accept.
+    Count the leading correct slots of each block, which a target would accept.
 
     Args:
-        is_correct (`torch.BoolTensor` of shape `[N, B]`): prediction equals label.
-        loss_mask (`torch.BoolTensor` of shape `[N, B]`): slots that carry loss; slot 0 never does.
+        is_correct (`torch.BoolTensor` of shape `[N, B]`): True where the prediction is the label.
+        loss_mask (`torch.BoolTensor` of shape `[N, B]`): True at slots that carry loss; never at slot 0.
 
     Returns:
-        `torch.LongTensor` of shape `[N]`: the count stops at the first wrong or unsupervised slot.
+        `torch.LongTensor` of shape `[N]`: the count ends at the first slot that is wrong or carries no loss.
 
     Example:
 
@@ -132,54 +132,83 @@ def row_statistics(
     loss: torch.Tensor, weights: torch.Tensor, is_correct: torch.Tensor, loss_mask: torch.Tensor, rows: int
 ) -> torch.Tensor:
     """
-    Sums and counts of each row, from which [`summarize`] makes metrics that do not depend on the batch size.
+    Compute sums and counts of each row, from which [`summarize`] makes metrics that do not depend on the batch size.
 
     Args:
-        loss, weights (`torch.FloatTensor` of shape `[N, B]`): per slot, 0 where nothing is supervised.
-        is_correct, loss_mask (`torch.BoolTensor` of shape `[N, B]`): per slot.
-        rows (`int`): `N` is a multiple of it, row-major.
+        loss, weights (`torch.FloatTensor` of shape `[N, B]`): of each slot; 0 where it carries no loss.
+        is_correct, loss_mask (`torch.BoolTensor` of shape `[N, B]`): of each slot.
+        rows (`int`): number of rows; `N` is a multiple of it, row-major.
 
     Returns:
-        `torch.DoubleTensor` of shape `[rows, 4 + 2 * (B - 1)]`: weighted loss, weights, accepted slots,
-        blocks with a supervised slot, then correct slots and supervised slots for each of slots 1 … B - 1.
+        `torch.DoubleTensor` of shape `[rows, 3 * B]`: the weighted loss; the sum of the weights; the number of blocks
+        of which 1 … B tokens would be committed (an entry of [`AcceptanceRecord.histogram`] each); the correct slots
+        for each of slots 1 … B - 1; and the slots with loss for each of slots 1 … B - 1.
     """
-    has_loss = loss_mask.any(-1)
+    block_size = loss_mask.shape[1]
+    committed = 1 + accepted_slots(is_correct, loss_mask)
+    sizes = torch.arange(1, block_size + 1, device=committed.device)
     columns = torch.cat(
         [
             (loss * weights).sum(-1, keepdim=True),
             weights.sum(-1, keepdim=True),
-            accepted_slots(is_correct, loss_mask)[:, None],
-            has_loss[:, None],
+            (committed[:, None] == sizes) & loss_mask.any(-1, keepdim=True),
             (is_correct & loss_mask)[:, 1:],
             loss_mask[:, 1:],
         ],
         dim=-1,
     )
-    # MPS has no fp64; block sums of a row are small enough for fp32 there
+    # MPS has no fp64 (torch 2.13); the sums over the blocks of a row are small enough for fp32 there.
     dtype = torch.float32 if columns.device.type == "mps" else torch.float64
     return columns.to(dtype).view(rows, -1, columns.shape[-1]).sum(1)
 
 
 def summarize(statistics: torch.Tensor, loss_denominator: float | None = None) -> dict[str, float]:
     """
-    Metrics of any number of rows.
+    Compute the metrics of any number of rows.
 
     Args:
-        statistics (`torch.Tensor` of shape `[rows, 4 + 2 * (B - 1)]`): from [`row_statistics`].
-        loss_denominator (`float`, *optional*): replaces the sum of weights (D-PACE divides by supervised slots).
+        statistics (`torch.Tensor` of shape `[rows, 3 * B]`): from [`row_statistics`].
+        loss_denominator (`float`, *optional*): replaces the sum of the weights (D-PACE divides by the number of slots
+            with loss).
 
     Returns:
-        `dict`: `loss`; `accept_len` (1 + mean leading correct slots a block, so the bonus token counts; 1.0 is
-        useless and `B` is perfect); `slot_accuracy_k` for each slot. NaN where nothing was supervised.
+        `dict`: `loss`, NaN if no slot carried loss; `acceptance_length`, that of an [`AcceptanceRecord`] in which
+        every block with loss is a verify pass; and `slot_accuracy_k` of each slot. A metric without any block or slot
+        to average over is left out.
     """
+    block_size = statistics.shape[-1] // 3
     totals = statistics.double().sum(0) if statistics.device.type != "mps" else statistics.sum(0)
-    loss_sum, weight_sum, accepted, blocks = totals[:4].tolist()
-    correct, supervised = totals[4:].chunk(2)
+    loss_sum, weight_sum = totals[:2].tolist()
+    histogram, correct, supervised = totals[2:].split([block_size, block_size - 1, block_size - 1])
     denominator = weight_sum if loss_denominator is None else loss_denominator
-    metrics = {
-        "loss": loss_sum / denominator if denominator else float("nan"),
-        "accept_len": 1 + accepted / blocks if blocks else float("nan"),
-    }
+    metrics = {"loss": loss_sum / denominator if denominator else float("nan")}
+    length = record_of_counts(histogram).acceptance_length
+    if length is not None:
+        metrics["acceptance_length"] = length
     for slot, (right, count) in enumerate(zip(correct.tolist(), supervised.tolist(), strict=True), start=1):
-        metrics[f"slot_accuracy_{slot}"] = right / count if count else float("nan")
+        if count:
+            metrics[f"slot_accuracy_{slot}"] = right / count
     return metrics
+
+
+def record_of_counts(histogram: torch.Tensor) -> AcceptanceRecord:
+    """
+    Make a record of verify passes from counts, without the number of slots that each pass verified.
+
+    Args:
+        histogram (`torch.Tensor` of shape `[B]` or `[rows, B]`): number of passes that committed 1 … B tokens; rows
+            are added up.
+
+    Returns:
+        [`AcceptanceRecord`]
+
+    Example:
+
+    ```python
+    >>> record_of_counts(torch.tensor([[1, 0, 2], [0, 1, 0]])).acceptance_length
+    2.25
+
+    ```
+    """
+    counts = histogram.reshape(-1, histogram.shape[-1]).sum(0)
+    return AcceptanceRecord(tuple(int(count) for count in counts.tolist()))

@@ -175,7 +175,7 @@ def build_dflash_batch_plan(
         sample_rows=row_index.expand_as(anchors).flatten(),
         anchor_ids=anchor_ids.flatten(),
         anchor_positions=anchors.flatten(),
-        trunk_lengths=tokens_before(token_valid_mask, segment_ids).gather(1, anchors).flatten(),
+        trunk_lengths=position_ids_of(token_valid_mask, segment_ids).gather(1, anchors).flatten(),
         query_positions=query_positions.flatten(0, 1),
         label_positions=query_positions.flatten(0, 1),
         block_valid=block_valid.flatten(),
@@ -208,16 +208,27 @@ def _distinct_anchors(
     return columns, valid
 
 
-def tokens_before(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None) -> torch.Tensor:
+def position_ids_of(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Count the valid tokens strictly before each column, of the same document; for a real token this is its position.
+    Count the valid tokens strictly before each column; at a real token this count is its position.
+
+    Positions are those of `generate`: the first real token of a sequence, or of a document in packed rows, is at
+    position 0, whatever padding comes before it.
 
     Args:
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
         segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
 
     Returns:
-        `torch.LongTensor` of shape `[R, S]`.
+        `torch.LongTensor` of shape `[R, S]`; padding has the position that a token there would have.
+
+    Example:
+
+    ```python
+    >>> position_ids_of(torch.tensor([[False, False, True, True]])).tolist()
+    [[0, 0, 0, 1]]
+
+    ```
     """
     before = token_valid_mask.cumsum(-1) - token_valid_mask.long()
     if segment_ids is None:
@@ -261,28 +272,6 @@ def _check_arguments(
         torch._assert_async(in_range, f"sample_ids must be in 0 … {MAX_SAMPLE_ID}")  # a check that does not wait
     elif not in_range:
         raise ValueError(f"sample_ids={sample_ids.tolist()} must be in 0 … {MAX_SAMPLE_ID}: larger products overflow.")
-
-
-def position_ids_of(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """
-    Positions as `generate` counts them: the first real token of a row is 0, whatever padding comes before it.
-
-    Args:
-        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
-        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): in packed rows every document starts at 0.
-
-    Returns:
-        `torch.LongTensor` of shape `[R, S]`; padding has the position of the token that would come there.
-
-    Example:
-
-    ```python
-    >>> position_ids_of(torch.tensor([[False, False, True, True]])).tolist()
-    [[0, 0, 0, 1]]
-
-    ```
-    """
-    return tokens_before(token_valid_mask, segment_ids)
 
 
 def blocks_of_each_row(plan: DFlashBatchPlan, rows: int, chosen: slice | Sequence[int]) -> DFlashBatchPlan:

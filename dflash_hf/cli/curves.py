@@ -21,9 +21,11 @@ def curves(
     table = Table("run", "rows", "steps", "minutes", "acceptance length, a block", "when serving")
     for curve in read:
         last = curve.last
-        serving = "–" if last.serving_accept_len is None else f"{last.serving_accept_len:.2f}"
+        serving = "–" if last.serving_acceptance_length is None else f"{last.serving_acceptance_length:.2f}"
         rows = "–" if curve.num_rows is None else f"{curve.num_rows:,}"
-        table.add_row(curve.name, rows, f"{last.step:,}", f"{last.minutes:.1f}", f"{last.accept_len:.2f}", serving)
+        table.add_row(
+            curve.name, rows, f"{last.step:,}", f"{last.minutes:.1f}", f"{last.acceptance_length:.2f}", serving
+        )
     console = Console()
     console.print(table)
     numbers = out.with_suffix(".json")

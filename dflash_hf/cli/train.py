@@ -207,10 +207,10 @@ def train(context: typer.Context) -> None:
             mask_token_id=pair.mask_token_id,
             chat_template_kwargs=template_kwargs or None,
         )
-    for part in (rows, eval_rows):
+    for part, source in ((rows, pair.dataset), (eval_rows, pair.eval_dataset or pair.dataset)):
         if part is not None and "supervised_mask" in part.column_names:
             check_prepared(
-                part, pair.dataset, tokenizer, max_length=args.max_length, mask_token_id=draft.config.mask_token_id
+                part, source, tokenizer, max_length=args.max_length, mask_token_id=draft.config.mask_token_id
             )
     if args.answers_by_target is None:
         args.answers_by_target = are_completions_of(rows, pair.target, tokenizer)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from ..training.metric_names import logged_metric
 from ..training.resume import last_complete_checkpoint
 from ..training.trainer import DFlashTrainer
 
@@ -29,14 +30,14 @@ class LiveProgress(TrainerCallback):
             BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),
-            TextColumn("step {task.fields[step]}  loss {task.fields[loss]}  accepted {task.fields[accept_len]}"),
+            TextColumn("step {task.fields[step]}  loss {task.fields[loss]}  accepted {task.fields[length]}"),
             console=console,
         )
         self.task: TaskID | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.task = self.progress.add_task("", total=1.0, step=state.global_step, loss="–", accept_len="–")
+            self.task = self.progress.add_task("", total=1.0, step=state.global_step, loss="–", length="–")
             self.progress.start()
 
     def _share(self, state: Any) -> float:
@@ -50,14 +51,14 @@ class LiveProgress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.task is None or not logs:
             return
-        if "accept_len" in logs:
-            self.progress.update(self.task, loss=f"{logs['loss']:.3f}", accept_len=f"{logs['accept_len']:.2f}")
-            if not self.progress.console.is_terminal:  # a log file has no live line
+        if "loss" in logs:
+            loss, length = f"{logs['loss']:.3f}", _two_digits(logged_metric(logs, "acceptance_length"))
+            self.progress.update(self.task, loss=loss, length=length)
+            if not self.progress.console.is_terminal:  # a log file shows no live line
                 self.progress.console.print(
-                    f"step {state.global_step} ({self._share(state):.0%}): loss {logs['loss']:.3f}, "
-                    f"acceptance length {logs['accept_len']:.2f}"
+                    f"step {state.global_step} ({self._share(state):.0%}): loss {loss}, acceptance length {length}"
                 )
-        if "eval_accept_len" in logs:
+        if "eval_loss" in logs:
             self.progress.console.print(
                 f"step {state.global_step}: held-out loss {logs['eval_loss']:.3f}, {describe_acceptance(logs)}"
             )
@@ -67,11 +68,14 @@ class LiveProgress(TrainerCallback):
 
 
 def describe_acceptance(metrics: dict[str, Any]) -> str:
-    """The acceptance length of an evaluation, a block and, where it was asked for, when serving."""
-    text = f"acceptance length {metrics['eval_accept_len']:.2f} a block"
-    if "eval_serving_accept_len" in metrics:
-        text += f", {metrics['eval_serving_accept_len']:.2f} when serving"
-    return text
+    """Describe the acceptance length of an evaluation: of a block and, if it was simulated, when serving."""
+    text = f"acceptance length {_two_digits(logged_metric(metrics, 'eval_acceptance_length'))} a block"
+    serving = logged_metric(metrics, "eval_serving_acceptance_length")
+    return text if serving is None else f"{text}, {_two_digits(serving)} when serving"
+
+
+def _two_digits(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def run_training(trainer: DFlashTrainer, console: Console, *, resume: bool) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DFlashCache
 
+from ..blocks.batch import TokenBatch
 from ..blocks.forward import block_hidden_states
 from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
 from ..data.chat_template import ChatTemplateError
@@ -356,9 +357,9 @@ def check_paths(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
         return Finding(name, SKIPPED, f"no answer is as long as a block of {size}", "Use other prompts.")
     ids = answered.input_ids[row : row + 1, : lengths[row]]
     context = answered.context(draft.config.target_layer_ids or [])[row : row + 1, : lengths[row]]
-    valid = torch.ones_like(ids, dtype=torch.bool)
+    batch = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), hidden_states=context)
     plan = build_dflash_batch_plan(
-        valid,
+        batch.valid,
         torch.zeros(1, dtype=torch.int64, device=ids.device),
         anchors_per_sample=lengths[row],
         gamma=size - 1,
@@ -368,7 +369,7 @@ def check_paths(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
     )
     last = lengths[row] - size
     anchors = sorted({max(starts[row] - 1, 1), (starts[row] + last) // 2, last})
-    trained = block_hidden_states(draft, draft, blocks_of_each_row(plan, 1, anchors), ids, valid, context)
+    trained = block_hidden_states(draft, draft, blocks_of_each_row(plan, 1, anchors), batch)
     tolerance, worst = TOLERANCES.get(draft.dtype, TOLERANCES[torch.bfloat16]), 0.0
     for block, anchor in zip(trained, anchors, strict=True):
         noise = draft.embed_blocks(ids[:, anchor : anchor + 1])

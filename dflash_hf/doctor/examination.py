@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..blocks.metrics import record_of_counts
 from ..evaluation.timed_generation import Generation, generate_timed
 from ..model.modeling_dflash import DFlashDraftModel
 from .checks import (
@@ -22,7 +23,7 @@ from .checks import (
     check_template,
 )
 from .finding import CHECK_ERRORS, FAULT, MAX_NEW_TOKENS, OK, SKIPPED, WARNING, Finding, guarded
-from .forced_decoding import AnsweredPrompts, accept_len_of, accepted_slots, answer_prompts, check_slots, walked
+from .forced_decoding import AnsweredPrompts, accepted_slots, answer_prompts, check_slots, simulated_passes
 from .perturbations import measure_perturbations
 
 USELESS_BELOW, WEAK_BELOW = 1.2, 1.5  # tokens a pass: below them a block costs more than it saves, or about as much
@@ -109,8 +110,9 @@ class Examination:
 
     @cached_property
     def forced(self) -> torch.Tensor:
-        """`torch.LongTensor` of shape `[R, 2]`: tokens and passes of each answer, drafted on the finished text."""
-        return walked(accepted_slots(self.draft, self.answered), self.answered)
+        """`torch.LongTensor` of shape `[R, B]`: simulated passes of each answer by the tokens they commit."""
+        accepted = accepted_slots(self.draft, self.answered)
+        return simulated_passes(accepted, self.answered, self.draft.config.block_size)
 
     @cached_property
     def drafted(self) -> list[Generation]:
@@ -179,9 +181,10 @@ class Examination:
             )
         kept = [index for index, is_same in enumerate(same) if is_same]
         committed = [count for index in kept for count in self.drafted[index].committed]
-        if not committed:
+        forced = record_of_counts(self.forced[kept]).acceptance_length
+        if not committed or forced is None:
             return Finding("generation", SKIPPED, f"{texts}: nothing to compare", "Use more prompts.")
-        decoded, forced = sum(committed) / len(committed), accept_len_of(self.forced[kept])
+        decoded = sum(committed) / len(committed)
         measured = f"{decoded:.2f} tokens a pass when decoding, {forced:.2f} on the finished text; {texts}"
         if abs(decoded - forced) <= (ALLOWED_GAP if is_exact else ALLOWED_GAP_HALF) * forced:
             return Finding("generation", OK, measured)

@@ -10,12 +10,13 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..blocks.batch import TokenBatch
 from ..blocks.forward import block_hidden_states
 from ..blocks.losses import default_chunk_size
-from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
+from ..blocks.plan import blocks_of_each_row
 from ..data.chat_template import chat_inputs
 from ..data.collator import DFlashCollator
-from ..evaluation.simulate import accepted_at_every_anchor, serving_statistics
+from ..evaluation.simulate import accepted_tokens_at_every_anchor, simulate_decoding
 from ..evaluation.timed_generation import generate_timed
 from ..model.modeling_dflash import DFlashDraftModel
 from ..target.hidden_states import target_hidden_states
@@ -59,6 +60,20 @@ class AnsweredPrompts:
             `torch.FloatTensor` of shape `[R, S, len(layer_ids) * hidden_size]`.
         """
         return torch.cat([self.layer_states[layer_id + 1] for layer_id in layer_ids], dim=-1)
+
+    def batch(self, layer_ids: Sequence[int]) -> TokenBatch:
+        """
+        Return the text with the hidden states that a draft of these target layers reads.
+
+        Args:
+            layer_ids (`Sequence[int]`): as for [`context`].
+
+        Returns:
+            [`TokenBatch`]
+        """
+        return TokenBatch(
+            self.input_ids, self.token_valid_mask, self.supervised_mask, hidden_states=self.context(layer_ids)
+        )
 
     @property
     def anchor_mask(self) -> torch.Tensor:
@@ -135,57 +150,28 @@ def accepted_slots(
     Returns:
         `torch.LongTensor` of shape `[R, S]`: 0 where no anchor is.
     """
-    return accepted_at_every_anchor(
+    return accepted_tokens_at_every_anchor(
         model or draft,
         draft,
-        answered.input_ids,
-        answered.token_valid_mask,
-        answered.supervised_mask,
-        answered.context(layer_ids or draft.config.target_layer_ids or []),
+        answered.batch(layer_ids or draft.config.target_layer_ids or []),
         blocks_per_pass=BLOCKS_PER_PASS,
     )
 
 
-def walked(accepted: torch.Tensor, answered: AnsweredPrompts) -> torch.Tensor:
+def simulated_passes(accepted: torch.Tensor, answered: AnsweredPrompts, block_size: int) -> torch.Tensor:
     """
-    Tokens and verify passes of each answer, as serving would show them.
+    Simulate decoding of the answers and count the verify passes of each by the tokens they commit.
 
     Args:
         accepted (`torch.LongTensor` of shape `[R, S]`): from [`accepted_slots`].
         answered ([`AnsweredPrompts`]): the text.
+        block_size (`int`): slots of a block, the anchor included.
 
     Returns:
-        `torch.LongTensor` of shape `[R, 2]`: committed tokens, and passes with a draft.
+        `torch.LongTensor` of shape `[R, block_size]`: as [`simulate_decoding`] returns it.
     """
-    return serving_statistics(
-        accepted,
-        answered.input_ids,
-        answered.token_valid_mask,
-        answered.supervised_mask,
-        end_token_ids=answered.end_token_ids,
-    )
-
-
-def accept_len_of(statistics: torch.Tensor) -> float:
-    """
-    Acceptance length from sums of rows.
-
-    Args:
-        statistics (`torch.LongTensor` of shape `[R, 2]`): committed tokens, and passes.
-
-    Returns:
-        `float`: NaN without a pass.
-
-    Example:
-
-    ```python
-    >>> accept_len_of(torch.tensor([[6, 2], [3, 1]]))
-    3.0
-
-    ```
-    """
-    tokens, passes = statistics.sum(0).tolist()
-    return tokens / passes if passes else float("nan")
+    batch = TokenBatch(answered.input_ids, answered.token_valid_mask, answered.supervised_mask)
+    return simulate_decoding(accepted, batch, block_size=block_size, end_token_ids=answered.end_token_ids)
 
 
 @torch.no_grad()
@@ -202,23 +188,13 @@ def slot_predictions(draft: DFlashDraftModel, answered: AnsweredPrompts) -> torc
     """
     rows, length = answered.input_ids.shape
     block_size = draft.config.block_size
-    plan = build_dflash_batch_plan(
-        answered.token_valid_mask,
-        torch.zeros(rows, dtype=torch.int64, device=answered.input_ids.device),
-        anchors_per_sample=length,
-        gamma=block_size - 1,
-        optimizer_step=0,
-        seed=0,
-        supervised_mask=answered.supervised_mask,
-        replacement=False,
-        partial_windows=True,
-    )
-    context = answered.context(draft.config.target_layer_ids or [])
+    batch = answered.batch(draft.config.target_layer_ids or [])
+    plan = batch.plan_every_anchor(block_size)
     predictions = answered.input_ids.new_full((rows, length, block_size), -1)
     num_anchors = int(plan.block_valid.view(rows, length).sum(-1).max())
     for start in range(0, num_anchors, BLOCKS_PER_PASS):
         part = blocks_of_each_row(plan, rows, slice(start, min(start + BLOCKS_PER_PASS, num_anchors)))
-        hidden_states = block_hidden_states(draft, draft, part, answered.input_ids, answered.token_valid_mask, context)
+        hidden_states = block_hidden_states(draft, draft, part, batch)
         valid = part.block_valid
         chunks = hidden_states[valid].flatten(0, 1).split(default_chunk_size(hidden_states.device))
         best = torch.cat([draft.compute_logits(chunk).argmax(-1) for chunk in chunks]).view(-1, block_size)

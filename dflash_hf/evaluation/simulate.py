@@ -1,4 +1,4 @@
-"""Acceptance as serving shows it: every answer walked from block to block, each jump as long as what was accepted."""
+"""Simulated decoding: the acceptance length of `generate`, computed on finished text by teacher forcing."""
 
 from __future__ import annotations
 
@@ -7,58 +7,60 @@ from typing import Any
 
 import torch
 
+from ..blocks.batch import TokenBatch
 from ..blocks.forward import block_hidden_states
 from ..blocks.losses import default_chunk_size
-from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
+from ..blocks.plan import blocks_of_each_row
 from ..model.modeling_dflash import DFlashDraftModel
 
 
-def walk_row(
+def simulate_passes(
     accepted: Sequence[int],
     input_ids: Sequence[int],
     supervised: Sequence[bool],
     *,
     end_token_ids: Collection[int] = (),
-    documents: Sequence[int] | None = None,
+    segment_ids: Sequence[int] | None = None,
 ) -> list[int]:
     """
-    Tokens that each verify pass with a draft would commit, over all answers of a row.
+    Simulate decoding of all responses of a sequence and return the tokens that each verify pass commits.
 
-    As in `generate`, the prefill yields an answer's first token, which is the first anchor. A pass commits what it
-    accepts and the bonus token, but nothing past the end of the answer. A last token that ends the answer by itself
-    takes a pass of its own; the last one of an answer that was cut off does not, since nothing is drafted for it.
+    As in `generate`, the prefill yields the first token of a response, which is the first anchor. A pass commits the
+    accepted tokens and the bonus token, but nothing past the end of the response. If a single token remains, it takes
+    a verify pass only if it is an end token: for the last token of a truncated response nothing is drafted.
 
     Args:
-        accepted (`Sequence[int]`): at every position, the drafted tokens that are right with the anchor there.
-        input_ids (`Sequence[int]`): the row's real tokens.
-        supervised (`Sequence[bool]`): True at tokens of an answer; every run of them is an answer of its own.
-        end_token_ids (`Collection[int]`): tokens that end an answer.
-        documents (`Sequence[int]`, *optional*): document of each token in packed rows.
+        accepted (`Sequence[int]`): at every position, the number of drafted tokens that the target accepts with the
+            anchor there.
+        input_ids (`Sequence[int]`): tokens of the sequence, without padding.
+        supervised (`Sequence[bool]`): True at tokens of a response; every run of them is one response.
+        end_token_ids (`Collection[int]`): tokens that end a response.
+        segment_ids (`Sequence[int]`, *optional*): document of each token in packed rows.
 
     Returns:
-        `list[int]`: one count a pass, at least 1 and at most the block size.
+        `list[int]`: one count for each pass, at least 1 and at most the block size.
 
     Example:
 
     ```python
-    >>> tokens, answer = [5, 6, 7, 8, 9, 10, 11, 12], [False, False, True, True, True, True, True, True]
-    >>> walk_row([0, 0, 2, 0, 0, 1, 0, 0], tokens, answer)
+    >>> tokens, response = [5, 6, 7, 8, 9, 10, 11, 12], [False, False, True, True, True, True, True, True]
+    >>> simulate_passes([0, 0, 2, 0, 0, 1, 0, 0], tokens, response)
     [3, 2]
-    >>> walk_row([0, 0, 2, 0, 0, 0, 0, 0], tokens, answer, end_token_ids={12})
+    >>> simulate_passes([0, 0, 2, 0, 0, 0, 0, 0], tokens, response, end_token_ids={12})
     [3, 1, 1]
 
     ```
     """
-    documents = documents if documents is not None else [0] * len(input_ids)
+    documents = segment_ids if segment_ids is not None else [0] * len(input_ids)
     committed = []
-    for position, is_answer in enumerate(supervised):
+    for position, is_response in enumerate(supervised):
         starts_document = position == 0 or documents[position] != documents[position - 1]
-        if not is_answer or (not starts_document and supervised[position - 1]):
+        if not is_response or (not starts_document and supervised[position - 1]):
             continue
         last = position
         while last + 1 < len(supervised) and supervised[last + 1] and documents[last + 1] == documents[position]:
             last += 1
-        anchor = position + 1 if starts_document else position  # no prompt: the first token takes its place
+        anchor = position + 1 if starts_document else position  # without a prompt the first token serves as the prompt
         while anchor < last:
             remaining = last - anchor
             if remaining == 1 and input_ids[last] not in end_token_ids:
@@ -69,80 +71,60 @@ def walk_row(
 
 
 @torch.no_grad()
-def accepted_at_every_anchor(
+def accepted_tokens_at_every_anchor(
     model: Callable[..., Any],
     draft: DFlashDraftModel,
-    input_ids: torch.Tensor,
-    token_valid_mask: torch.Tensor,
-    supervised_mask: torch.Tensor,
-    context_hidden_states: torch.Tensor,
+    batch: TokenBatch,
     *,
     blocks_per_pass: int,
-    segment_ids: torch.Tensor | None = None,
     head_chunk_size: int | None = None,
     block_attention: str = "auto",
     agree_on: Callable[[int], int] = int,
 ) -> torch.Tensor:
     """
-    Leading slots the draft gets right with the anchor at each token of the answers.
+    Count the drafted tokens that the target would accept with the anchor at each token of the responses.
 
-    The blocks are those of training, so that nothing but the choice of anchors can differ. All anchors are drafted,
-    `blocks_per_pass` a row at a time: a walk that drafts only where it lands needs fewer blocks, but one pass over the
-    context after another with a single block in each. A later slot goes through the head only if those before it were
-    right, so that the head costs as much as the accepted tokens and one more.
+    The blocks are computed as in training, so that nothing but the choice of anchors can differ. All anchors are
+    drafted, `blocks_per_pass` of each sequence at a time. Simulating only the anchors that decoding reaches would need
+    fewer blocks, but one pass over the context for each of them. A later slot goes through the head only if the slots
+    before it were right, so that the cost of the head grows with the number of accepted tokens.
 
     Args:
-        model (`Callable`): the draft, its wrapper for distributed evaluation, or a function that calls it.
-        draft ([`DFlashDraftModel`]): the draft itself, tied.
-        input_ids (`torch.LongTensor` of shape `[R, S]`): the text.
-        token_valid_mask, supervised_mask (`torch.BoolTensor` of shape `[R, S]`): real tokens; tokens of answers.
-        context_hidden_states (`torch.FloatTensor` of shape `[R, S, num_target_layers * hidden_size]`): of the target.
-        blocks_per_pass (`int`): blocks of a row that are in memory at one time.
-        segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*): document of each token in packed rows.
-        head_chunk_size (`int`, *optional*): slots whose logits exist at one time; as in [`head_losses`].
-        block_attention (`str`, defaults to `"auto"`): as in [`DFlashTrainingArguments`].
-        agree_on (`Callable`): takes this rank's number of passes and returns the one that all ranks make, at least as
-            large, where a pass is a collective.
+        model (`Callable`):
+            The draft, its wrapper for distributed evaluation, or a function that calls it.
+        draft ([`DFlashDraftModel`]):
+            The draft itself, tied to its target.
+        batch ([`TokenBatch`]):
+            The text with the hidden states of the target; `supervised` marks the responses.
+        blocks_per_pass (`int`):
+            Blocks of a sequence that are in memory at one time.
+        head_chunk_size (`int`, *optional*):
+            Slots whose logits exist at one time; as in [`chunked_head_losses`].
+        block_attention (`str`, defaults to `"auto"`):
+            As in [`DFlashTrainingArguments`].
+        agree_on (`Callable`):
+            Takes the number of passes that this rank needs and returns the number that all ranks make, which is at
+            least as large; needed where a pass is a collective operation.
 
     Returns:
-        `torch.LongTensor` of shape `[R, S]`: 0 where no anchor is.
+        `torch.LongTensor` of shape `[R, S]`: 0 where no block has its anchor.
     """
-    rows, length = input_ids.shape
-    plan = build_dflash_batch_plan(
-        token_valid_mask,
-        torch.zeros(rows, dtype=torch.int64, device=input_ids.device),
-        anchors_per_sample=length,
-        gamma=draft.config.block_size - 1,
-        optimizer_step=0,
-        seed=0,
-        supervised_mask=supervised_mask,
-        segment_ids=segment_ids,
-        replacement=False,  # as many anchors as columns: every window once, the valid ones first
-        partial_windows=True,
-    )
-    chunk_size = head_chunk_size or default_chunk_size(input_ids.device)
-    accepted = torch.zeros_like(input_ids)
+    rows, length = batch.input_ids.shape
+    plan = batch.plan_every_anchor(draft.config.block_size)
+    chunk_size = head_chunk_size or default_chunk_size(batch.input_ids.device)
+    accepted = torch.zeros_like(batch.input_ids)
     num_anchors = int(plan.block_valid.view(rows, length).sum(-1).max())
     num_passes = max(-(-num_anchors // blocks_per_pass), 1)
     for index in range(agree_on(num_passes)):
         start = min(index, num_passes - 1) * blocks_per_pass
         part = blocks_of_each_row(plan, rows, slice(start, start + blocks_per_pass))
-        hidden_states = block_hidden_states(
-            model,
-            draft,
-            part,
-            input_ids,
-            token_valid_mask,
-            context_hidden_states,
-            segment_ids=segment_ids,
-            block_attention=block_attention,
-        )
+        hidden_states = block_hidden_states(model, draft, part, batch, block_attention=block_attention)
         blocks = part.block_valid.nonzero()[:, 0]
         for slot in range(1, part.block_size):
             blocks = blocks[part.loss_mask[blocks, slot]]
             if len(blocks) == 0:
                 break
-            labels = input_ids[part.sample_rows[blocks], part.label_positions[blocks, slot]]
+            labels = batch.input_ids[part.sample_rows[blocks], part.label_positions[blocks, slot]]
             chunks = hidden_states[blocks, slot].split(chunk_size)
             predictions = torch.cat([draft.compute_logits(chunk).argmax(-1) for chunk in chunks])
             blocks = blocks[predictions.to(labels.device) == labels]
@@ -150,30 +132,29 @@ def accepted_at_every_anchor(
     return accepted
 
 
-def serving_statistics(
-    accepted: torch.Tensor,
-    input_ids: torch.Tensor,
-    token_valid_mask: torch.Tensor,
-    supervised_mask: torch.Tensor,
-    *,
-    end_token_ids: Collection[int] = (),
-    segment_ids: torch.Tensor | None = None,
+def simulate_decoding(
+    accepted: torch.Tensor, batch: TokenBatch, *, block_size: int, end_token_ids: Collection[int] = ()
 ) -> torch.Tensor:
     """
-    Sums of each row, which add up over rows, batches and ranks to the acceptance length when serving.
+    Simulate decoding of the responses of each sequence and count its verify passes by the tokens they commit.
 
     Args:
-        accepted (`torch.LongTensor` of shape `[R, S]`): from [`accepted_at_every_anchor`].
-        input_ids, token_valid_mask, supervised_mask, segment_ids: as there.
-        end_token_ids (`Collection[int]`): tokens that end an answer.
+        accepted (`torch.LongTensor` of shape `[R, S]`): from [`accepted_tokens_at_every_anchor`].
+        batch ([`TokenBatch`]): the same text.
+        block_size (`int`): slots of a block, the anchor included.
+        end_token_ids (`Collection[int]`): tokens that end a response.
 
     Returns:
-        `torch.LongTensor` of shape `[R, 2]` on the CPU: committed tokens, and the verify passes with a draft.
+        `torch.LongTensor` of shape `[R, block_size]` on the CPU: the number of passes that committed 1 … B tokens.
+        The counts add up over sequences, batches and ranks, and [`record_of_counts`] makes an [`AcceptanceRecord`] of
+        them.
     """
-    tensors = [accepted, input_ids, supervised_mask, input_ids * 0 if segment_ids is None else segment_ids]
-    statistics = []
-    for row, valid in enumerate(token_valid_mask.cpu()):
-        counts, ids, supervised, documents = (tensor[row].cpu()[valid].tolist() for tensor in tensors)
-        committed = walk_row(counts, ids, supervised, end_token_ids=end_token_ids, documents=documents)
-        statistics.append([sum(committed), len(committed)])
-    return torch.tensor(statistics)
+    supervised = batch.valid if batch.supervised is None else batch.supervised
+    segment_ids = torch.zeros_like(batch.input_ids) if batch.segment_ids is None else batch.segment_ids
+    tensors = [accepted, batch.input_ids, supervised, segment_ids]
+    histograms = torch.zeros(batch.num_rows, block_size, dtype=torch.int64)
+    for row, valid in enumerate(batch.valid.cpu()):
+        counts, ids, is_response, documents = (tensor[row].cpu()[valid].tolist() for tensor in tensors)
+        committed = simulate_passes(counts, ids, is_response, end_token_ids=end_token_ids, segment_ids=documents)
+        histograms[row] = torch.tensor(committed, dtype=torch.int64).bincount(minlength=block_size + 1)[1:]
+    return histograms

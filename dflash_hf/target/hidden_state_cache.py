@@ -35,7 +35,7 @@ def row_key(input_ids: Sequence[int] | torch.Tensor) -> bytes:
     return bytes.fromhex(digest(torch.as_tensor(input_ids).cpu().numpy().tobytes(), size=16))
 
 
-class MemoryStateCache:
+class MemoryHiddenStateCache:
     """States of rows in memory, by [`row_key`]."""
 
     is_shared = False  # every process has its own and needs all rows
@@ -65,7 +65,7 @@ class MemoryStateCache:
         """Nobody else adds rows."""
 
 
-class DiskStateCache:
+class DiskHiddenStateCache:
     """
     States of rows in a folder: safetensors shards with one tensor a row, read where they are needed.
 
@@ -75,7 +75,7 @@ class DiskStateCache:
 
     Args:
         folder (`str` or `Path`): made if need be; may be deleted at any time between runs.
-        fingerprint (`dict`): of [`state_fingerprint`]; `fingerprint.json` in the folder must agree.
+        fingerprint (`dict`): of [`hidden_state_fingerprint`]; `fingerprint.json` in the folder must agree.
         shard_bytes (`int`, defaults to 512 MiB): rows are collected in memory up to this size, then written.
 
     Raises:
@@ -196,13 +196,13 @@ class DiskStateCache:
             )
 
 
-StateCache = MemoryStateCache | DiskStateCache
+HiddenStateCache = MemoryHiddenStateCache | DiskHiddenStateCache
 
 
 # ---- what the states depend on ----
 
 
-def state_fingerprint(
+def hidden_state_fingerprint(
     target: PreTrainedModel, target_layer_ids: list[int], *, include_final_state: bool = False
 ) -> dict[str, Any]:
     """
@@ -299,8 +299,8 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 # ---- filling and reading ----
 
 
-def fill_state_cache(
-    cache: StateCache,
+def fill_hidden_state_cache(
+    cache: HiddenStateCache,
     target: PreTrainedModel,
     rows: Sequence[Sequence[int]],
     target_layer_ids: list[int],
@@ -318,7 +318,7 @@ def fill_state_cache(
     of the unfinished shard, and what is there already is not computed again.
 
     Args:
-        cache ([`MemoryStateCache`] or [`DiskStateCache`]): filled.
+        cache ([`MemoryHiddenStateCache`] or [`DiskHiddenStateCache`]): filled.
         target (`PreTrainedModel`): in evaluation mode.
         rows (a sequence of `list[int]`): token ids.
         target_layer_ids (`list[int]`), include_final_state (`bool`): as in [`target_hidden_states`].
@@ -385,12 +385,14 @@ def fill_state_cache(
             )
 
 
-def cached_states(cache: StateCache, input_ids: torch.Tensor, token_valid_mask: torch.Tensor) -> torch.Tensor | None:
+def cached_hidden_states(
+    cache: HiddenStateCache, input_ids: torch.Tensor, token_valid_mask: torch.Tensor
+) -> torch.Tensor | None:
     """
     States of a batch out of a cache.
 
     Args:
-        cache ([`MemoryStateCache`] or [`DiskStateCache`]): filled.
+        cache ([`MemoryHiddenStateCache`] or [`DiskHiddenStateCache`]): filled.
         input_ids (`torch.LongTensor` of shape `[R, S]`): the text.
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import datasets
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..blocks.plan import tokens_before
 from ..model.configuration_dflash import describe_target
 
 logger = logging.get_logger(__name__)
@@ -26,7 +23,7 @@ PROBE_TOKENS = 8
 _short_pass_is_exact: WeakKeyDictionary[nn.Module, dict[tuple[int, bool], bool]] = WeakKeyDictionary()
 
 
-def without_peft(target: Any) -> PreTrainedModel:
+def unwrap_peft(target: Any) -> PreTrainedModel:
     """
     The model inside a `peft` wrapper, with its adapters in place; any other model as it is.
 
@@ -86,7 +83,7 @@ def target_hidden_states(
     Raises:
         ValueError: the target has no such layer, or no final state can be had from it.
     """
-    target = without_peft(target)
+    target = unwrap_peft(target)
     first_real = None
     if not (token_valid_mask[:, 1:] <= token_valid_mask[:, :-1]).all():
         # A causal model never looks at later padding; so real tokens go first, and no mask is needed.
@@ -119,7 +116,7 @@ def target_logits_function(
     Raises:
         ValueError: the target makes its logits in another way.
     """
-    target = without_peft(target)
+    target = unwrap_peft(target)
     config = target.config.get_text_config(decoder=True)
     scale = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
@@ -296,127 +293,3 @@ def _is_exact(
     return len(states) == len(expected) and all(
         ours is not None and torch.equal(ours, theirs) for ours, theirs in zip(states, expected, strict=True)
     )
-
-
-class Documents(NamedTuple):
-    """
-    The `D` documents of a packed batch, as a batch of its own, padded on the right.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `[D, L]`): tokens; 0 at padding.
-        token_valid_mask (`torch.BoolTensor` of shape `[D, L]`): True at real tokens.
-        token_indices (`torch.LongTensor` of shape `[D, L]`): place of each token in the flattened packed batch; 0 at
-            padding.
-    """
-
-    input_ids: torch.Tensor
-    token_valid_mask: torch.Tensor
-    token_indices: torch.Tensor
-
-
-def split_documents(input_ids: torch.Tensor, token_valid_mask: torch.Tensor, segment_ids: torch.Tensor) -> Documents:
-    """
-    Take a packed batch apart, in the order of its rows.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `[R, S]`): packed rows.
-        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
-        segment_ids (`torch.LongTensor` of shape `[R, S]`): document of each token, without gaps inside a document.
-
-    Returns:
-        [`Documents`]
-
-    Example:
-
-    ```python
-    >>> documents = split_documents(torch.tensor([[5, 6, 7, 0]]), torch.tensor([[True, True, True, False]]),
-    ...     torch.tensor([[0, 0, 1, -1]]))
-    >>> documents.input_ids.tolist(), documents.token_indices.tolist()
-    ([[5, 6], [7, 0]], [[0, 1], [2, 0]])
-
-    ```
-    """
-    positions = tokens_before(token_valid_mask, segment_ids)[token_valid_mask]
-    document_numbers = (positions == 0).cumsum(0) - 1
-    indices = token_valid_mask.flatten().nonzero()[:, 0]
-    shape = (int(document_numbers.max()) + 1, int(positions.max()) + 1) if len(positions) else (0, 0)
-    document_ids, token_indices = input_ids.new_zeros(shape), indices.new_zeros(shape)
-    document_valid = token_valid_mask.new_zeros(shape)
-    document_ids[document_numbers, positions] = input_ids[token_valid_mask]
-    token_indices[document_numbers, positions] = indices
-    document_valid[document_numbers, positions] = True
-    return Documents(document_ids, document_valid, token_indices)
-
-
-def states_of_packed_rows(
-    states_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    input_ids: torch.Tensor,
-    token_valid_mask: torch.Tensor,
-    segment_ids: torch.Tensor,
-) -> torch.Tensor:
-    """
-    Target states of packed rows, each document by itself: the target need not know of packing.
-
-    Documents of similar length go through the target together, no more tokens at a time than the packed batch has.
-
-    Args:
-        states_of (`Callable`):
-            `(input_ids, token_valid_mask)` of documents, `[D, L]` each, to their states `[D, L, width]`.
-        input_ids (`torch.LongTensor` of shape `[R, S]`): packed rows.
-        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
-        segment_ids (`torch.LongTensor` of shape `[R, S]`): document of each token.
-
-    Returns:
-        `torch.FloatTensor` of shape `[R, S, width]`; zero at padding.
-
-    Raises:
-        ValueError: the batch has no token at all.
-    """
-    documents = split_documents(input_ids, token_valid_mask, segment_ids)
-    states: torch.Tensor | None = None
-    lengths = documents.token_valid_mask.sum(-1).tolist()
-    for members in _batches_of_similar_length(lengths, input_ids.numel()):
-        length = lengths[members[-1]]
-        valid = documents.token_valid_mask[members, :length]
-        part = states_of(documents.input_ids[members, :length], valid)
-        if states is None:
-            states = part.new_zeros(input_ids.numel(), part.shape[-1])
-        states[documents.token_indices[members, :length][valid]] = part[valid]
-    if states is None:
-        raise ValueError(f"A batch of {len(input_ids)} packed rows has no token. Leave empty rows out.")
-    return states.view(*input_ids.shape, -1)
-
-
-def _batches_of_similar_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices in the order of their lengths; a batch padded to its longest has at most `max_tokens` tokens."""
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and (len(batch) + 1) * lengths[index] > max_tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def documents_of(dataset: datasets.Dataset) -> datasets.Dataset:
-    """
-    The documents of a set of packed rows.
-
-    Args:
-        dataset (`datasets.Dataset`): prepared rows, packed or not.
-
-    Returns:
-        `datasets.Dataset` with the `input_ids` of every document; `dataset` itself if its rows are not packed.
-    """
-    if "segment_ids" not in dataset.column_names:
-        return dataset
-
-    def split(columns: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        documents = []
-        for ids, segments in zip(columns["input_ids"], columns["segment_ids"], strict=True):
-            starts = [0, *(i for i in range(1, len(ids)) if segments[i] != segments[i - 1]), len(ids)]
-            documents += [ids[first:after] for first, after in pairwise(starts)]
-        return {"input_ids": documents}
-
-    return dataset.map(split, batched=True, remove_columns=dataset.column_names, desc="Documents of packed rows")

@@ -13,13 +13,14 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from .metric_names import logged_metric
 from .optimizer import TrainingClock
 
 logger = logging.get_logger(__name__)
 
 # Only Python's own reactions are replaced: a handler that the user or another library has set stays in charge.
 REPLACED_HANDLERS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-STALLED_ACCEPT_LEN = 1.02
+STALLED_ACCEPTANCE_LENGTH = 1.02
 
 
 class TrainingInterruptedError(Exception):
@@ -140,7 +141,7 @@ class AcceptanceWatch(TrainerCallback):
     """
     Warn once when nothing the draft proposes is accepted although the learning rate has long been at its peak.
 
-    Looks at the `accept_len` of the training logs from 50 optimizer steps and twice the warm-up on.
+    The acceptance length of the training logs is read after 50 optimizer steps and twice the warm-up.
 
     Args:
         clock ([`TrainingClock`], *optional*): of the run; the warm-up is a share of its budget, if it has one.
@@ -152,19 +153,20 @@ class AcceptanceWatch(TrainerCallback):
         self._is_done = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        accept_len = (logs or {}).get("accept_len")
-        if accept_len is None or self._is_done or not state.is_world_process_zero:
+        length = logged_metric(logs or {}, "acceptance_length")
+        if length is None or self._is_done or not state.is_world_process_zero:
             return
-        self.best = max(self.best, accept_len)
-        self._is_done = self.best >= STALLED_ACCEPT_LEN
+        self.best = max(self.best, length)
+        self._is_done = self.best >= STALLED_ACCEPTANCE_LENGTH
         if self._is_done or state.global_step < 50 or not self._is_past_warmup(args, state):
             return
         self._is_done = True
         logger.warning(
-            f"After {state.global_step} steps the acceptance length is still {accept_len:.3f}: a target would accept "
-            "nothing, and a draft that learns is above 1.02 by now. Look at the answers (did this target write them, "
-            "with this chat template?), the learning rate, target_layer_ids and mask_token_id of a draft made "
-            "elsewhere, and loss_mask (True at answers, not at prompts, and not shifted?)."
+            f"After {state.global_step} steps the acceptance length is still {length:.3f}, so the target accepts "
+            f"almost nothing; a draft that learns is above {STALLED_ACCEPTANCE_LENGTH} by now. Check that this target "
+            "wrote the responses with this chat template, that the learning rate is right, that target_layer_ids and "
+            "mask_token_id fit if the draft was made elsewhere, and that loss_mask is True at responses, False at "
+            "prompts, and not shifted."
         )
 
     def _is_past_warmup(self, args: Any, state: Any) -> bool:

@@ -1,24 +1,21 @@
-"""The model card of a training run: its facts from arguments and log, and the callback that writes it."""
+"""Facts of a training run for its model card, from its arguments and its log."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
+from transformers import PreTrainedTokenizerBase
 
-from ..hub.model_card import FACTS_NAME, DraftCard, Evaluation, write_model_card
+from ..hub.model_card import DraftCard, Evaluation
 from ..model.modeling_dflash import DFlashDraftModel
 from ..provenance import environment, hub_id_or_folder
 from .arguments import DEFAULT_LEARNING_RATES, DFlashTrainingArguments
 from .checks import RowCounts
-
-logger = logging.get_logger(__name__)
+from .metric_names import logged_metric
 
 # Of no consequence for the draft, or a place on somebody's machine.
 UNTOLD_ARGUMENTS = {
@@ -100,7 +97,11 @@ def training_facts(args: DFlashTrainingArguments, state: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"evaluations": last_and_best([evaluation(*found) for found in evaluations])}
     if last_step == 0:
         return facts
-    logged = [entry for entry in history[:end] if "accept_len" in entry and entry.get("step", 0) <= step]
+    logged = [
+        entry
+        for entry in history[:end]
+        if logged_metric(entry, "acceptance_length") is not None and entry.get("step", 0) <= step
+    ]
     last = logged[-1] if logged else {}
     return {
         **facts,
@@ -109,7 +110,7 @@ def training_facts(args: DFlashTrainingArguments, state: Any) -> dict[str, Any]:
         "epochs": state.epoch,
         "tokens_seen": int(state.num_input_tokens_seen) or None,
         "train_loss": last.get("loss"),
-        "train_acceptance_length": last.get("accept_len"),
+        "train_acceptance_length": logged_metric(last, "acceptance_length"),
         "training_arguments": changed_arguments(args),
         "seed": args.seed,
     }
@@ -189,11 +190,6 @@ def rows_are_text(dataset: Any) -> bool:
     return len(columns) > 0 and ("input_ids" not in columns or "chat_template_kwargs" in columns)
 
 
-def as_tuple(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One value, several or none, as a tuple."""
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
-
-
 def evaluations_in(history: Sequence[Mapping[str, Any]]) -> list[tuple[int | None, str, Mapping[str, Any]]]:
     """
     Entries of a log that an evaluation has written.
@@ -214,7 +210,7 @@ def evaluations_in(history: Sequence[Mapping[str, Any]]) -> list[tuple[int | Non
 
 
 def evaluation(step: int | None, prefix: str, entry: Mapping[str, Any]) -> Evaluation:
-    """An [`Evaluation`] out of a log entry; `prefix` is that of its metrics' names."""
+    """Make an [`Evaluation`] of a log entry; `prefix` is that of its metrics' names."""
     slots: list[float] = []
     while f"{prefix}_slot_accuracy_{len(slots) + 1}" in entry:
         slots.append(entry[f"{prefix}_slot_accuracy_{len(slots) + 1}"])
@@ -222,9 +218,9 @@ def evaluation(step: int | None, prefix: str, entry: Mapping[str, Any]) -> Evalu
         step=step,
         name=prefix.removeprefix("eval").removeprefix("_") or None,
         loss=entry.get(f"{prefix}_loss"),
-        acceptance_length=entry.get(f"{prefix}_accept_len"),
-        serving_acceptance_length=entry.get(f"{prefix}_serving_accept_len"),
-        generate_acceptance_length=entry.get(f"{prefix}_generate_accept_len"),
+        acceptance_length=logged_metric(entry, f"{prefix}_acceptance_length"),
+        serving_acceptance_length=logged_metric(entry, f"{prefix}_serving_acceptance_length"),
+        generate_acceptance_length=logged_metric(entry, f"{prefix}_generate_acceptance_length"),
         slot_accuracy=slots,
     )
 
@@ -252,71 +248,3 @@ def last_and_best(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
         best = max(reversed(named), key=worth)  # of equals the last
         chosen += [named[-1]] if best is named[-1] or worth(best) == -math.inf else [named[-1], best]
     return tuple(chosen)
-
-
-def write_card_of_run(folder: str | Path, card: DraftCard) -> bool:
-    """
-    Write the card of a run into a folder; what the card there knows beyond it stays, if it is of the same weights.
-
-    So a measurement that was added to a saved draft, its limits or its licence outlive the next save or push.
-
-    Args:
-        folder (`str` or `Path`): where the draft is saved.
-        card ([`DraftCard`]): from [`card_of_run`].
-
-    Returns:
-        `bool`: as of [`write_model_card`].
-    """
-    earlier = None
-    if (Path(folder) / FACTS_NAME).is_file():
-        try:
-            earlier = DraftCard.from_folder(folder, card.config)
-        except (OSError, ValueError) as error:  # half-written in a crash, say; no reason to end a run
-            logger.warning(f"The facts of an earlier card are replaced: {error}")
-    if earlier is not None:
-        # Equal to the last digit: of the same weights, or of those of a repetition.
-        same = (
-            "steps",
-            "train_loss",
-            "train_acceptance_length",
-            "seed",
-            "training_arguments",
-            "num_rows",
-            "num_tokens",
-        )
-        is_told = card.steps is not None and (card.train_loss is not None or card.num_tokens is not None)
-        if is_told and all(getattr(card, name) == getattr(earlier, name) for name in same):
-            unknown = [item.name for item in fields(card) if getattr(card, item.name) in (None, (), "")]
-            card = replace(card, **{name: getattr(earlier, name) for name in unknown})
-            if card.measured is earlier.measured:
-                card = replace(card, protocol=earlier.protocol)
-    return write_model_card(folder, card)
-
-
-class ModelCardWriter(TrainerCallback):
-    """
-    Keep a model card in every checkpoint.
-
-    Args:
-        make_card (`Callable`): returns the [`DraftCard`] of the draft as it is now.
-    """
-
-    def __init__(self, make_card: Callable[[], DraftCard]) -> None:
-        self.make_card = make_card
-        self._is_training = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._is_training = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._is_training = False
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        # A hyper-parameter search has folders of its own, one a trial.
-        if state.is_world_process_zero and folder.is_dir():
-            write_card_of_run(folder, self.make_card())
-
-    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._is_training:  # Trainer pushes a checkpoint before it says that it has saved it
-            self.on_save(args, state, control)

@@ -67,7 +67,7 @@ def check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, targ
 
 
 @contextmanager
-def target_out_of_sight(draft: DFlashDraftModel) -> Iterator[None]:
+def hide_target(draft: DFlashDraftModel) -> Iterator[None]:
     """
     Hide embedding and head inside the context: accelerate shards what `get_input_embeddings` names together with the
     draft, and that is the target's.
@@ -278,27 +278,3 @@ def warn_of_dtypes(args: Any, draft: DFlashDraftModel, target: PreTrainedModel) 
             f"float16 ({', '.join(found)}): the hidden states of many targets exceed its range, and nothing is "
             "accepted then. Use bfloat16 or float32."
         )
-
-
-def check_target_states(states: torch.Tensor, config: DFlashConfig, target: PreTrainedModel) -> None:
-    """
-    Refuse states that are not finite; one look at one batch.
-
-    Args:
-        states (`torch.FloatTensor` of shape `[R, S, layers * hidden_size]`): of the chosen layers, in their order.
-        config ([`DFlashConfig`]): names the layers.
-        target (`PreTrainedModel`): where they come from.
-
-    Raises:
-        ValueError: a value is infinite or not a number.
-    """
-    is_finite = states.isfinite().flatten(0, 1).all(0).unflatten(-1, (-1, config.hidden_size)).all(-1).tolist()
-    if all(is_finite):
-        return
-    # terms that compare with the target's logits read its final state, too
-    layer_ids = [*(config.target_layer_ids or []), "final"]
-    bad = [layer_id for layer_id, finite in zip(layer_ids, is_finite, strict=False) if not finite]
-    raise ValueError(
-        f"The hidden states of the target {describe_target(target)} ({str(target.dtype)[6:]}) are not finite in "
-        f"layers {bad}: nothing can be learned from them. Load the target in bfloat16 or float32."
-    )

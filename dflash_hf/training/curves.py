@@ -10,6 +10,7 @@ from typing import Any
 
 from ..hub.model_card import FACTS_NAME
 from .card import evaluations_in
+from .metric_names import logged_metric
 from .resume import last_complete_checkpoint
 
 STATE_NAME = "trainer_state.json"
@@ -23,14 +24,14 @@ class CurvePoint:
     Args:
         step (`int`): optimizer steps before it.
         minutes (`float`): of those steps alone; no evaluation, saving or preparation of data.
-        accept_len (`float`): over sampled anchors of the held-out rows, the bonus token included.
-        serving_accept_len (`float`, *optional*): walked through every held-out answer as `generate` would.
+        acceptance_length (`float`): over sampled anchors of the held-out rows, the bonus token included.
+        serving_acceptance_length (`float`, *optional*): of decoding, simulated on all held-out responses.
     """
 
     step: int
     minutes: float
-    accept_len: float
-    serving_accept_len: float | None = None
+    acceptance_length: float
+    serving_acceptance_length: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,17 @@ def points_in(history: Sequence[dict[str, Any]]) -> tuple[CurvePoint, ...]:
     Example:
 
     ```python
-    >>> evaluated = {"step": 10, "eval_runtime": 1.0, "eval_accept_len": 1.5, "train_minutes": 2.0}
+    >>> evaluated = {"step": 10, "eval_runtime": 1.0, "eval_acceptance_length": 1.5, "train_minutes": 2.0}
     >>> points_in([{"step": 10, "loss": 3.0}, evaluated])
-    (CurvePoint(step=10, minutes=2.0, accept_len=1.5, serving_accept_len=None),)
+    (CurvePoint(step=10, minutes=2.0, acceptance_length=1.5, serving_acceptance_length=None),)
 
     ```
     """
     points = {}
     for step, prefix, entry in evaluations_in(history):
-        accept_len, minutes = entry.get(f"{prefix}_accept_len"), entry.get("train_minutes")
-        if prefix == "eval" and step is not None and accept_len is not None and minutes is not None:
-            points[step] = CurvePoint(step, minutes, accept_len, entry.get(f"{prefix}_serving_accept_len"))
+        length, minutes = logged_metric(entry, "eval_acceptance_length"), entry.get("train_minutes")
+        if prefix == "eval" and step is not None and length is not None and minutes is not None:
+            points[step] = CurvePoint(step, minutes, length, logged_metric(entry, "eval_serving_acceptance_length"))
     return tuple(points[step] for step in sorted(points))
 
 
@@ -132,8 +133,8 @@ def draw_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
     """
     Draw acceptance over the minutes of every run and, of two runs or more, over their rows.
 
-    The walked acceptance length is drawn, or that of sampled anchors where a run has no other. A line over the rows
-    joins runs of equally many steps: between others, rows are not all that differs.
+    The acceptance length of simulated decoding is drawn, or that of sampled anchors where a run has no other. In the
+    plot over rows, a line joins only runs of equally many steps, since other runs differ in more than their rows.
 
     Args:
         curves (`Sequence[LearningCurve]`): one a run.
@@ -179,4 +180,4 @@ def _draw_over_rows(panel: Any, curves: Sequence[LearningCurve]) -> None:
 
 
 def _height(point: CurvePoint) -> float:
-    return point.accept_len if point.serving_accept_len is None else point.serving_accept_len
+    return point.acceptance_length if point.serving_acceptance_length is None else point.serving_acceptance_length
