@@ -1,4 +1,4 @@
-"""Attention of training blocks: what a block may see, as a structure, a dense mask or a FlexAttention mask."""
+"""Attention of training blocks: structured attention, a dense mask or a FlexAttention mask."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from .batch import TokenBatch
 from .plan import DFlashBatchPlan
 
 QUERIES_PER_GROUP = 128
-# Context ranges begin and end at multiples of this: on a CPU every new shape of a product costs a compiled kernel.
+# Context ranges begin and end at multiples of this, since on a CPU torch compiles a kernel for every new shape of a
+# matrix product.
 COLUMNS_STEP = 64
 
 
 @dataclass(frozen=True)
 class BlockGroup:
     """
-    Neighbouring blocks that attend together, and the part of the context any of them sees.
+    Neighbouring blocks that attend together, and the part of the context that any of them sees.
 
     Args:
-        blocks (`slice`): of the `M` blocks of every row.
-        columns (`slice`): of the context; outside it nothing is visible to the group.
-        masked_columns (`slice`): inside `columns`, relative to its start; outside it everything is visible.
-        hidden (`torch.BoolTensor` of shape `[R, 1, n, 1, B or 1, width of masked_columns]`): True = not visible.
+        blocks (`slice`): the blocks of the group, of the `M` blocks of every row.
+        columns (`slice`): columns of the context outside of which the group sees nothing.
+        masked_columns (`slice`): part of `columns`, relative to its start, outside of which the group sees everything.
+        hidden (`torch.BoolTensor` of shape `[R, 1, n, 1, B or 1, width of masked_columns]`): True = hidden.
     """
 
     blocks: slice
@@ -41,18 +42,18 @@ class BlockGroup:
 
 class BlockAttention:
     """
-    Visibility of a batch plan, as a function that attends: a block never meets another block's keys.
+    Attention of the blocks of a plan in which no block is multiplied with the keys of another block.
 
-    Blocks come in ascending order of their anchors, so neighbours see nearly the same prefix of the context: a group
-    of them multiplies with that prefix only. Context scores and own-block scores share one softmax. Time and memory
-    are linear in the number of blocks. The values are those of attention under [`~attention_mask.dense_block_mask`],
-    except at invalid slots, whose output is finite and meaningless.
+    Blocks are in ascending order of their anchors, so neighbouring blocks see nearly the same prefix of the context,
+    and a group of them is multiplied with that prefix only. Scores of the context and of the own block share one
+    softmax. Time and memory are linear in the number of blocks. The values are those of attention under
+    [`dense_block_mask`], except at invalid slots, whose output is finite and has no meaning.
 
     Args:
-        plan ([`DFlashBatchPlan`]): `N = R * M` blocks.
-        batch ([`TokenBatch`]): the sequences; its `valid` and `segment_ids` are read.
-        window (`int`, *optional*): a context key must be closer than this to the query's own position.
-        causal (`bool`, defaults to `False`): a slot sees no later slot of its block.
+        plan ([`DFlashBatchPlan`]): the `N = R * M` blocks.
+        batch ([`TokenBatch`]): the sequences, of which `valid` and `segment_ids` are read.
+        window (`int`, *optional*): a context key must be closer than this to the position of the query.
+        causal (`bool`, defaults to `False`): hide the later slots of a block from a slot.
     """
 
     def __init__(
@@ -73,34 +74,36 @@ class BlockAttention:
         own_visible = plan.slot_valid.view(*anchors.shape, 1, block_size).expand(-1, -1, block_size, -1)
         if causal:
             own_visible = own_visible & (slots <= slots[:, None])
-        # its own key keeps the softmax of an invalid slot from being empty
+        # An invalid slot sees its own key, so that no softmax is empty.
         self.own_hidden = ~(own_visible | torch.eye(block_size, dtype=torch.bool, device=device))[:, None, :, None]
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float, dropout: float = 0.0
     ) -> torch.Tensor:
         """
-        Attend.
+        Compute the attention of all slots.
 
         Args:
-            query (`torch.FloatTensor` of shape `[R, heads, M * B, head_dim]`): of the slots.
-            key, value (`torch.FloatTensor` of shape `[R, key_value_heads, S + M * B, head_dim]`): context, then slots.
-            scaling (`float`): of the scores.
-            dropout (`float`, defaults to 0.0): of the attention weights.
+            query (`torch.FloatTensor` of shape `[R, heads, M * B, head_dim]`): queries of the slots.
+            key, value (`torch.FloatTensor` of shape `[R, key_value_heads, S + M * B, head_dim]`): those of the
+                context, then those of the slots.
+            scaling (`float`): factor of the scores.
+            dropout (`float`, defaults to 0.0): dropout probability of the attention weights.
 
         Returns:
             `torch.FloatTensor` of shape `[R, M * B, heads, head_dim]`.
         """
         dtype = product_dtype(query)
         query, key, value = (query * scaling).to(dtype), key.to(dtype), value.to(dtype)
-        with torch.autocast(query.device.type, enabled=False):  # its softmax would be fp32, at twice the memory
+        with torch.autocast(query.device.type, enabled=False):  # autocast computes softmax in fp32
             return self._attend(query, key, value, dropout)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        """Attend with scaled queries, all in one dtype and outside of autocast."""
         rows, heads, _, head_dim = query.shape
         kv_heads, block_size, blocks = key.shape[1], self.own_hidden.shape[-1], self.own_hidden.shape[2]
         heads_per_key = heads // kv_heads
-        sharing = heads_per_key * block_size  # queries of a block that meet the same keys
+        sharing = heads_per_key * block_size  # queries of a block that share keys
         lowest = torch.finfo(query.dtype).min
 
         query = query.view(rows, kv_heads, heads_per_key, blocks, block_size, head_dim).transpose(2, 3)
@@ -133,14 +136,14 @@ class BlockAttention:
 
 def visible_context(plan: DFlashBatchPlan, batch: TokenBatch, *, window: int | None = None) -> torch.Tensor:
     """
-    Context that each block may see: real tokens of its document strictly before its anchor, inside the window.
+    Return the context that each block sees: valid tokens of its document before its anchor and inside the window.
 
     Args:
-        As in [`BlockAttention`].
+        plan, batch, window: as in [`BlockAttention`].
 
     Returns:
-        `torch.BoolTensor` of shape `[R, M, B, S]` with a window, which each slot measures from its own position, else
-        `[R, M, 1, S]`; all False for an invalid block.
+        `torch.BoolTensor` of shape `[R, M, B, S]` with a window, which is measured from the position of each slot, and
+        of shape `[R, M, 1, S]` without one; all False for an invalid block.
     """
     anchors = plan.anchor_positions.view(batch.num_rows, -1)
     columns = torch.arange(batch.length, device=batch.valid.device)
@@ -155,7 +158,7 @@ def visible_context(plan: DFlashBatchPlan, batch: TokenBatch, *, window: int | N
 
 
 def _group_blocks(visible: torch.Tensor, blocks_per_group: int) -> list[BlockGroup]:
-    """Groups of neighbouring blocks, with the columns they see; reads the device once for all of them."""
+    """Group neighbouring blocks by the columns they see, with one read from the device for all groups."""
     blocks, length = visible.shape[1], visible.shape[3]
     slices = [slice(start, min(start + blocks_per_group, blocks)) for start in range(0, blocks, blocks_per_group)]
     first, end = _bounds(torch.stack([visible[:, part].flatten(0, 2).any(0) for part in slices]))
@@ -177,7 +180,7 @@ def _group_blocks(visible: torch.Tensor, blocks_per_group: int) -> list[BlockGro
 
 
 def _bounds(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First True and one past the last True of each line; both 0 where there is none."""
+    """Return the first True and one past the last True of each line; both are 0 where there is none."""
     found = columns.any(-1)
     first = columns.int().argmax(-1)
     end = columns.shape[1] - columns.flip(-1).int().argmax(-1)
@@ -188,16 +191,16 @@ def dense_block_mask(
     plan: DFlashBatchPlan, batch: TokenBatch, *, window: int | None = None, causal: bool = False
 ) -> torch.Tensor:
     """
-    Visibility as a tensor: the context strictly before a block's anchor, and the block itself.
+    Make a mask in which a block sees the context strictly before its anchor and itself.
 
-    Invalid slots see their own key, so that no softmax row is empty; nobody else sees that key, and
-    `query_valid_mask` zeroes what comes out.
+    An invalid slot sees its own key, so that no row of the softmax is empty. No other slot sees that key, and
+    `query_valid_mask` zeroes the output.
 
     Args:
-        plan ([`DFlashBatchPlan`]): `N = R * M` blocks.
-        batch ([`TokenBatch`]): the sequences; its `valid` and `segment_ids` are read.
-        window (`int`, *optional*): a context key must be closer than this to the query's own position.
-        causal (`bool`, defaults to `False`): a slot sees no later slot of its block.
+        plan ([`DFlashBatchPlan`]): the `N = R * M` blocks.
+        batch ([`TokenBatch`]): the sequences, of which `valid` and `segment_ids` are read.
+        window (`int`, *optional*): a context key must be closer than this to the position of the query.
+        causal (`bool`, defaults to `False`): hide the later slots of a block from a slot.
 
     Returns:
         `torch.BoolTensor` of shape `[R, 1, M * B, S + M * B]`, True = visible; keys are the context, then the slots.
@@ -222,9 +225,10 @@ def flex_block_mask(
     plan: DFlashBatchPlan, batch: TokenBatch, *, window: int | None = None, causal: bool = False
 ) -> BlockMask:
     """
-    The same visibility as [`dense_block_mask`] for FlexAttention.
+    Make the mask of [`dense_block_mask`] for FlexAttention.
 
-    Args and rules are those of [`dense_block_mask`].
+    Args:
+        plan, batch, window, causal: as in [`dense_block_mask`].
 
     Returns:
         `BlockMask` over `M * B` queries and `S + M * B` keys.
@@ -237,7 +241,8 @@ def flex_block_mask(
     documents = torch.zeros_like(batch.input_ids) if batch.segment_ids is None else batch.segment_ids
 
     def visible(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        # FlexAttention asks about padded indices too: clamp them into range, their answers are thrown away
+        # FlexAttention (torch 2.13) also evaluates indices of its padding. They are clamped into range, and their
+        # results are not used.
         query = query.clamp(max=num_slots - 1)
         block, column = query // block_size, key.clamp(max=length - 1)
         anchor = anchors[row, block]
@@ -258,12 +263,12 @@ def flex_block_mask(
 
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    """One compiled function for all masks: uncompiled, it would hold every query-key pair in memory."""
+    """Return a compiled `create_block_mask`; uncompiled, it would hold every query-key pair in memory (torch 2.13)."""
     return torch.compile(create_block_mask)
 
 
 def attention_kind(kind: str, device: torch.device) -> str:
-    """Form of mask for a device: `"auto"` is `"flex"` on CUDA, where its backward pass runs, else `"structured"`."""
+    """Resolve `"auto"`: `"flex"` on CUDA, where FlexAttention has a backward pass, and `"structured"` elsewhere."""
     if kind != "auto":
         return kind
     return "flex" if device.type == "cuda" else "structured"
@@ -276,19 +281,19 @@ def training_masks(
     kind: str = "auto",
 ) -> dict[str, torch.Tensor | BlockMask | BlockAttention]:
     """
-    One mask for each layer type of the draft, in the form of the kernel that is to run.
+    Make one mask for each layer type of the draft, in the form that its attention kernel needs.
 
     Args:
-        config ([`DFlashConfig`]): layer types, window and causality.
+        config ([`DFlashConfig`]): gives layer types, window and causality.
         plan ([`DFlashBatchPlan`]): the blocks.
-        batch ([`TokenBatch`]): the sequences; its `valid` and `segment_ids` are read.
+        batch ([`TokenBatch`]): the sequences, of which `valid` and `segment_ids` are read.
         kind (`str`, defaults to `"auto"`):
-            `"flex"` (FlexAttention), `"structured"` (no block meets another block's keys; plain matrix products on any
-            device) or `"dense"` (a tensor for the configuration's attention implementation: the slow oracle); `"auto"`
-            as in [`attention_kind`].
+            `"flex"` for FlexAttention, `"structured"` for [`BlockAttention`] on any device, or `"dense"` for a tensor
+            that the attention implementation of the configuration reads, which is slow. `"auto"` chooses as
+            [`attention_kind`] does.
 
     Returns:
-        `dict`: layer type to [`BlockAttention`], `BlockMask` or `torch.BoolTensor`, the `attention_mask` of the
+        `dict` from layer type to [`BlockAttention`], `BlockMask` or `torch.BoolTensor`: the `attention_mask` of the
         draft's `forward`.
     """
     kinds: dict[str, Any] = {"flex": flex_block_mask, "structured": BlockAttention, "dense": dense_block_mask}

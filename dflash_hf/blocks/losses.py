@@ -1,4 +1,4 @@
-"""Losses and weights of a draft's slots: pure functions of one value a slot; the caller chooses the divisor."""
+"""Losses and weights of the slots of blocks, one value for each slot. The caller sums and divides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_LOSS_DECAY = {7: 4.0, 8: 4.0, 10: 5.0, 16: 7.0}
 
 def default_loss_decay(block_size: int) -> float:
     """
-    The position decay that published drafts of this block size were trained with; in between, the nearest one.
+    Return the decay constant with which published drafts of this or the nearest block size were trained.
 
     Example:
 
@@ -30,14 +30,14 @@ def default_loss_decay(block_size: int) -> float:
 
 def decay_weights(loss_mask: torch.Tensor, loss_decay: float | None) -> torch.Tensor:
     """
-    Weights that fall with the slot: `exp(-(k - 1) / loss_decay)` where `loss_mask` is True, 0 elsewhere.
+    Return weights that decay with the slot: `exp(-(k - 1) / loss_decay)` where `loss_mask` is True, 0 elsewhere.
 
     Args:
-        loss_mask (`torch.BoolTensor` of shape `[N, B]`): slots that carry loss; never slot 0.
-        loss_decay (`float`, *optional*): in slots; `None` weighs all alike.
+        loss_mask (`torch.BoolTensor` of shape `[N, B]`): True at slots that carry loss; never at slot 0.
+        loss_decay (`float`, *optional*): decay constant in slots; `None` gives all slots the same weight.
 
     Returns:
-        `torch.FloatTensor` of shape `[N, B]`, fp32. The loss divides by their sum over the whole optimizer step.
+        `torch.FloatTensor` of shape `[N, B]`, fp32. The loss is divided by their sum over the whole optimizer step.
     """
     slots = torch.arange(loss_mask.shape[1], device=loss_mask.device, dtype=torch.float32)
     weights = torch.ones_like(slots) if loss_decay is None else torch.exp(-(slots - 1) / loss_decay)
@@ -46,12 +46,12 @@ def decay_weights(loss_mask: torch.Tensor, loss_decay: float | None) -> torch.Te
 
 def position_weights(loss_mask: torch.Tensor, slot_weights: str, loss_decay: float | None) -> torch.Tensor:
     """
-    Weights that are known before the forward pass.
+    Return the weights that depend on the slot only, which are known before the forward pass.
 
     Args:
-        loss_mask (`torch.BoolTensor` of shape `[N, B]`): slots that carry loss.
+        loss_mask (`torch.BoolTensor` of shape `[N, B]`): True at slots that carry loss.
         slot_weights (`str`): `"decay"` or `"uniform"`.
-        loss_decay (`float`, *optional*): in slots; by default that of the block size.
+        loss_decay (`float`, *optional*): decay constant in slots; by default [`default_loss_decay`].
 
     Returns:
         `torch.FloatTensor` of shape `[N, B]`, fp32, 0 where `loss_mask` is False.
@@ -62,11 +62,12 @@ def position_weights(loss_mask: torch.Tensor, slot_weights: str, loss_decay: flo
 
 def loss_denominator(loss_mask: torch.Tensor, slot_weights: str, loss_decay: float | None) -> torch.Tensor:
     """
-    What a batch adds to the divisor of the loss: known before the forward pass.
+    Return what a batch adds to the divisor of the loss, which is known before the forward pass.
 
     Args:
         loss_mask, loss_decay: as in [`position_weights`].
-        slot_weights (`str`): also `"dpace"`, whose weights are not known yet: it counts supervised slots.
+        slot_weights (`str`): `"decay"`, `"uniform"` or `"dpace"`. D-PACE weights are not known before the forward
+            pass, so that the loss is divided by the number of slots that carry loss.
 
     Returns:
         `torch.FloatTensor`, a scalar in fp32.
@@ -78,19 +79,20 @@ def loss_denominator(loss_mask: torch.Tensor, slot_weights: str, loss_decay: flo
 
 def dpace_weights(cross_entropy: torch.Tensor, loss_mask: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
     """
-    D-PACE weights: a slot weighs what its block's later slots have at stake in it being right.
+    Return D-PACE weights: the expected number of accepted slots from a slot on, under smoothed confidences.
 
-    With `s = (1 - alpha) * exp(-CE) + alpha` and `P_k` the product of `s` up to slot `k` (unsupervised slots count 1),
-    the weight of slot `k` is the sum of `P_j` over the supervised slots `j >= k`. Detached from the graph.
+    Let `s = (1 - alpha) * exp(-CE) + alpha` be the smoothed confidence of a slot, and `P_k` the product of `s` up to
+    slot `k`, in which slots without loss count as 1. The weight of slot `k` is the sum of `P_j` over the slots
+    `j >= k` that carry loss. It is detached from the graph.
 
     Args:
-        cross_entropy (`torch.FloatTensor` of shape `[N, B]`): per slot; any value where `loss_mask` is False.
-        loss_mask (`torch.BoolTensor` of shape `[N, B]`): slots that carry loss.
-        alpha (`float`, defaults to 0.5): 1.0 makes every `s` one.
+        cross_entropy (`torch.FloatTensor` of shape `[N, B]`): of each slot; any value where `loss_mask` is False.
+        loss_mask (`torch.BoolTensor` of shape `[N, B]`): True at slots that carry loss.
+        alpha (`float`, defaults to 0.5): smallest confidence of a slot; with 1.0 every `s` is one.
 
     Returns:
-        `torch.FloatTensor` of shape `[N, B]`, fp32, 0 where `loss_mask` is False. The loss divides by the step's
-        number of supervised slots, since these weights are unknown before the forward pass.
+        `torch.FloatTensor` of shape `[N, B]`, fp32, 0 where `loss_mask` is False. The loss is divided by the number of
+        slots that carry loss in the step, since these weights are unknown before the forward pass.
     """
     confidence = (1 - alpha) * torch.exp(-cross_entropy.detach().float()) + alpha
     reach = confidence.masked_fill(~loss_mask, 1.0).cumprod(-1) * loss_mask
@@ -100,17 +102,18 @@ def dpace_weights(cross_entropy: torch.Tensor, loss_mask: torch.Tensor, alpha: f
 @dataclass(frozen=True)
 class LossTerms:
     """
-    What the loss of a slot is made of: `kl_weight * KL + (1 - kl_weight) * (ce_weight * CE + l1_weight * L1)`.
+    Terms of a slot's loss: `kl_weight * KL + (1 - kl_weight) * (ce_weight * CE + l1_weight * L1)`.
 
-    All but the plain cross-entropy compare with the target's own distribution.
+    All terms but the plain cross-entropy compare with the distribution of the target.
 
     Args:
-        ce_weight (`float`, defaults to 1.0): of the cross-entropy.
-        l1_weight (`float`, defaults to 0.0): of [`l1_distance`].
-        kl_weight (`float`, defaults to 0.0): of [`top_k_kl`], 0 to 1.
-        kl_top_k (`int`, defaults to 10): most likely tokens of the target, which the KL term looks at.
-        kl_temperature (`float`, defaults to 1.0): softens both sides of the KL term.
-        soft_labels (`bool`, defaults to `False`): cross-entropy against the target's distribution instead of the text.
+        ce_weight (`float`, defaults to 1.0): weight of the cross-entropy.
+        l1_weight (`float`, defaults to 0.0): weight of [`l1_distance`].
+        kl_weight (`float`, defaults to 0.0): weight of [`top_k_kl`], 0 to 1.
+        kl_top_k (`int`, defaults to 10): number of most likely tokens of the target in the KL divergence.
+        kl_temperature (`float`, defaults to 1.0): temperature of both distributions in the KL divergence.
+        soft_labels (`bool`, defaults to `False`): compute the cross-entropy against the distribution of the target
+            instead of the token of the text.
     """
 
     ce_weight: float = 1.0
@@ -122,7 +125,7 @@ class LossTerms:
 
     @property
     def needs_target_logits(self) -> bool:
-        """Whether the target's logits are needed."""
+        """`bool`: whether a term needs the logits of the target."""
         return self.soft_labels or self.l1_weight > 0 or self.kl_weight > 0
 
 
@@ -131,10 +134,10 @@ CROSS_ENTROPY = LossTerms()
 
 def l1_distance(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """
-    Sum over the vocabulary of the absolute difference of two distributions: 0 to 2.
+    Return the L1 distance of two distributions over the vocabulary, 0 to 2.
 
     Args:
-        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft and of the target.
 
     Returns:
         `torch.FloatTensor` of shape `[P]`, fp32. Half of it is the probability that a sampled token is rejected.
@@ -154,12 +157,13 @@ def top_k_kl(
     logits: torch.Tensor, target_logits: torch.Tensor, top_k: int = 10, temperature: float = 1.0
 ) -> torch.Tensor:
     """
-    KL divergence of the draft from the target's most likely tokens, their shares scaled up to one.
+    Return the KL divergence over the target's most likely tokens, whose probabilities are normalised to one.
 
-    `T² · Σ p (log p - log q)` over the target's top K; both softmaxes are over the whole vocabulary at temperature T.
+    It is `T² · Σ p (log p - log q)` over the target's top K. Both softmaxes run over the whole vocabulary at
+    temperature T, and only `p` is normalised over the K tokens.
 
     Args:
-        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft and of the target.
         top_k (`int`, defaults to 10): K.
         temperature (`float`, defaults to 1.0): T.
 
@@ -175,17 +179,17 @@ def top_k_kl(
     ```
     """
     best, tokens = (target_logits.float() / temperature).topk(min(top_k, target_logits.shape[-1]), dim=-1)
-    log_p = best.log_softmax(-1)  # the rest of the vocabulary cancels when the shares are scaled up to one
+    log_p = best.log_softmax(-1)  # normalised over K, so the rest of the vocabulary cancels
     log_q = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens)
     return temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """
-    Cross-entropy against the target's whole distribution.
+    Return the cross-entropy against the whole distribution of the target.
 
     Args:
-        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft, and of the target.
+        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft and of the target.
 
     Returns:
         `torch.FloatTensor` of shape `[P]`, fp32.
@@ -205,23 +209,25 @@ def slot_loss(
     logits: torch.Tensor, cross_entropy: torch.Tensor, target_logits: torch.Tensor | None, terms: LossTerms
 ) -> torch.Tensor:
     """
-    Combine the terms of each slot.
+    Combine the terms of the loss of each slot.
 
     Args:
-        logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft.
-        cross_entropy (`torch.FloatTensor` of shape `[P]`): against the token of the text.
-        target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`, *optional*): of the target.
-        terms ([`LossTerms`]): weights.
+        logits (`torch.FloatTensor` of shape `[P, vocab_size]`): logits of the draft.
+        cross_entropy (`torch.FloatTensor` of shape `[P]`): cross-entropy against the token of the text.
+        target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`, *optional*): logits of the target.
+        terms ([`LossTerms`]): the terms and their weights.
 
     Returns:
         `torch.FloatTensor` of shape `[P]`, fp32.
 
     Raises:
-        ValueError: a term needs the target's logits, and there are none.
+        ValueError: a term needs the logits of the target, and there are none.
     """
     if target_logits is None:
         if terms.needs_target_logits:
-            raise ValueError(f"{terms} compares with the target's distribution, and no target logits were given.")
+            raise ValueError(
+                f"{terms} compares with the target's distribution, and target_logits is None. Pass target_logits."
+            )
         return terms.ce_weight * cross_entropy
     loss = terms.ce_weight * (soft_cross_entropy(logits, target_logits) if terms.soft_labels else cross_entropy)
     if terms.l1_weight > 0:
@@ -235,12 +241,13 @@ def slot_loss(
 @dataclass
 class HeadLosses:
     """
-    What [`chunked_head_losses`] returns.
+    Losses of slots, as [`chunked_head_losses`] returns them.
 
     Args:
-        loss (`torch.FloatTensor` of shape `[P]`): of each slot, fp32, differentiable in the hidden states.
-        cross_entropy (`torch.FloatTensor` of shape `[P]`): against the token of the text, fp32, detached.
-        is_correct (`torch.BoolTensor` of shape `[P]`): the label is the most likely token; of equal ones, the first.
+        loss (`torch.FloatTensor` of shape `[P]`): loss of each slot, fp32, differentiable in the hidden states.
+        cross_entropy (`torch.FloatTensor` of shape `[P]`): cross-entropy against the text, fp32, detached.
+        is_correct (`torch.BoolTensor` of shape `[P]`): True where the label is the most likely token; ties go to the
+            lowest token id.
     """
 
     loss: torch.Tensor
@@ -248,8 +255,8 @@ class HeadLosses:
     is_correct: torch.Tensor
 
 
-# Slots and vocabulary entries whose logits exist at one time. On a CPU they stay in its caches, where passes over them
-# cost nothing beside the matrix products; elsewhere they must keep the device busy.
+# Slots and vocabulary entries whose logits exist at one time. On a CPU such a tile fits the caches, where passes over
+# it are cheap next to the matrix products. Other devices need larger tiles to be busy.
 HEAD_TILES = {"cpu": (512, 2048)}
 DEFAULT_HEAD_TILE = (4096, 8192)
 SLOTS_STEP = 64
@@ -257,10 +264,10 @@ SLOTS_STEP = 64
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     """
-    Cross-entropy through a frozen linear head, tile by tile, without ever holding a whole row of logits.
+    Chunked linear cross-entropy with a frozen weight, which never holds a whole row of logits.
 
-    Maximum, sum of exponentials and `softmax @ W` are carried from tile to tile and rescaled when the maximum grows,
-    so one pass over the vocabulary gives the loss and its gradient at the hidden state.
+    The maximum, the sum of exponentials and `softmax @ W` are carried from tile to tile and rescaled when the maximum
+    grows, so that one pass over the vocabulary gives the loss and its gradient at the hidden state.
     """
 
     @staticmethod
@@ -273,14 +280,15 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         cross_entropy = torch.empty(num_slots, dtype=torch.float32, device=labels.device)
         is_correct = torch.empty(num_slots, dtype=torch.bool, device=labels.device)
         gradient = torch.empty_like(hidden_states) if ctx.needs_input_grad[0] else None
-        # In the order of their labels: slots whose label is in a tile are neighbours, and only they are looked up.
+        # Slots are sorted by label: those whose label is in a tile are neighbours, and only they are looked up there.
         labels, order = labels.sort()
-        # Repeat the last slot up to a round number: on a CPU every new shape of a product costs a compiled kernel.
+        # The last slot is repeated up to a round number, since torch compiles a kernel for every new shape of a matrix
+        # product on a CPU.
         surplus = -num_slots % SLOTS_STEP if num_slots else 0
         labels, order = (torch.cat([part, part[-1:].expand(surplus)]) for part in (labels, order))
         tile_starts = torch.arange(0, vocab_size + max_columns, max_columns, device=labels.device)
         first_slot_of_tile = torch.searchsorted(labels, tile_starts).tolist()
-        # One pair of buffers for all tiles: on a CPU, fresh pages cost as much as the arithmetic.
+        # All tiles share two buffers, since on a CPU fresh memory pages cost as much as the arithmetic.
         logits_buffer = weight.new_empty(max_slots * max_columns)
         exponentials_buffer = torch.empty(max_slots * max_columns, dtype=torch.float32, device=weight.device)
         for start in range(0, len(order), max_slots):
@@ -288,7 +296,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             slot_states, slot_labels = hidden_states[slots].to(weight.dtype), labels[start : start + max_slots, None]
             best = torch.full(slot_labels.shape, float("-inf"), device=weight.device)
             total, label_logits = torch.zeros_like(best), torch.zeros_like(best)
-            leads = torch.zeros_like(best, dtype=torch.bool)  # no token before the label has a logit as high
+            leads = torch.zeros_like(best, dtype=torch.bool)  # the label has the first highest logit so far
             weighted_rows = torch.zeros(slot_states.shape, dtype=torch.float32, device=weight.device)
             for tile, first in enumerate(range(0, vocab_size, max_columns)):
                 tile_weight = weight[first : first + max_columns]
@@ -325,7 +333,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
-    """Any loss of any head in chunks; autograd inside a chunk gives the gradient, so no chunk outlives its turn."""
+    """Any loss of any head in chunks of slots. The gradient of a chunk is computed before the next chunk begins."""
 
     @staticmethod
     def forward(
@@ -358,16 +366,16 @@ class _ChunkedHeadLoss(torch.autograd.Function):
 
 
 def default_chunk_size(device: torch.device) -> int:
-    """Slots whose whole rows of logits exist at one time: few on a CPU, whose caches more would leave."""
+    """Return the number of slots whose rows of logits exist at one time; on a CPU they are to fit the caches."""
     return 64 if device.type == "cpu" else 1024
 
 
 def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
     """
-    Whether the head is one floating-point matrix that can be read directly.
+    Return whether the head is one floating-point matrix that can be read directly.
 
-    Not so if it has a bias or a class of its own (quantised, adapted, sharded by FSDP2), or if its weight is split
-    over ranks, or away until accelerate's hooks fetch it for a forward pass.
+    It is not if it has a bias or another class than `nn.Linear` (quantised, adapted, sharded by FSDP2), if its weight
+    is split over ranks, or if accelerate's hooks load its weight only for a forward pass.
     """
     weight: Any = head.weight
     return (
@@ -390,33 +398,35 @@ def chunked_head_losses(
     chunk_size: int | None = None,
 ) -> HeadLosses:
     """
-    Losses of slots through a frozen head, so that peak memory does not grow with slots × vocabulary.
+    Compute the losses of slots through a frozen head with a peak memory that does not grow with slots × vocabulary.
 
-    The gradient at the hidden states is formed in the forward pass, while the logits are at hand: they are neither
-    stored nor computed twice. Plain cross-entropy of a plain linear head takes a single pass over the vocabulary.
+    The gradient at the hidden states is computed in the forward pass, so that logits are neither stored nor computed
+    twice. Plain cross-entropy of a plain linear head is a chunked linear cross-entropy with a single pass over the
+    vocabulary. `torch.nn.functional.linear_cross_entropy` (torch 2.13) does not replace it: on a CPU its chunked form
+    is slower and reduces over slots, whose losses are needed one by one, and its other form holds all logits.
 
     Args:
-        head (`nn.Module`): the target's head, raw; its parameters get no gradient.
-        hidden_states (`torch.FloatTensor` of shape `[P, hidden_size]`): supervised slots only; `P` may be 0.
+        head (`nn.Module`): the raw head of the target; its parameters get no gradient.
+        hidden_states (`torch.FloatTensor` of shape `[P, hidden_size]`): of slots that carry loss; `P` may be 0.
         labels (`torch.LongTensor` of shape `[P]`): token ids.
-        terms ([`LossTerms`]): what the loss is made of.
+        terms ([`LossTerms`]): the terms of the loss and their weights.
         target_states (`torch.FloatTensor` of shape `[P, hidden_size]`, *optional*):
-            The target's states after its final norm, one position before each slot: they predict the slot's token.
+            States of the target after its final norm, one position before each slot, which predict its token.
         compute_target_logits (`Callable`, *optional*):
-            Turns such states into the target's logits, cap and scale included.
+            Computes the target's logits from such states, with cap and scale.
         chunk_size (`int`, *optional*):
-            Slots whose logits exist at one time, where whole rows of them are needed; see [`default_chunk_size`].
+            Slots whose logits exist at one time where whole rows are needed; by default [`default_chunk_size`].
 
     Returns:
         [`HeadLosses`], not reduced.
 
     Raises:
-        ValueError: a term needs the target's logits, and there are none.
+        ValueError: a term needs the logits of the target, and there are none.
     """
     if terms.needs_target_logits and (target_states is None or compute_target_logits is None):
         raise ValueError(
-            f"{terms} compares with the target's distribution: give target_states and compute_target_logits, or leave "
-            "l1_weight, kl_weight and soft_labels at their defaults."
+            f"{terms} compares with the target's distribution, and target_states or compute_target_logits is None. "
+            "Pass both, or leave l1_weight, kl_weight and soft_labels at their defaults."
         )
     if not terms.needs_target_logits and is_plain_head(head):
         weight: Any = head.weight
@@ -425,7 +435,7 @@ def chunked_head_losses(
 
     def chunk_losses(chunk: torch.Tensor, slots: slice) -> HeadLosses:
         weight = head.weight
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # not so in a quantised head
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # a quantised head converts by itself
             chunk = chunk.to(weight.dtype)
         logits = head(chunk).float()
         cross_entropy = functional.cross_entropy(logits, labels[slots], reduction="none")

@@ -1,4 +1,4 @@
-"""Which blocks a batch trains on: anchors, slots and their validity, decided before anything is computed."""
+"""The batch plan: which blocks a batch trains on, decided from masks and ids before anything is computed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ MAX_SAMPLE_ID = 2**53 - 1
 @dataclass(frozen=True)
 class DFlashBatchPlan:
     """
-    The blocks of one batch: `N = rows * anchors_per_sample` of them, row-major, `B = gamma + 1` slots each.
+    The `N = rows * anchors_per_sample` blocks of one batch, row-major, with `B = gamma + 1` slots each.
 
     Args:
-        sample_rows (`torch.LongTensor` of shape `[N]`): row each block belongs to.
-        anchor_ids (`torch.LongTensor` of shape `[N]`): the number each anchor was drawn from.
+        sample_rows (`torch.LongTensor` of shape `[N]`): row that each block belongs to.
+        anchor_ids (`torch.LongTensor` of shape `[N]`): the number from which each anchor is derived.
         anchor_positions (`torch.LongTensor` of shape `[N]`): column of the anchor; 0 where the block is invalid.
-        trunk_lengths (`torch.LongTensor` of shape `[N]`): valid tokens strictly before the anchor (of its document).
+        trunk_lengths (`torch.LongTensor` of shape `[N]`): number of valid tokens strictly before the
+            anchor, in its document.
         query_positions (`torch.LongTensor` of shape `[N, B]`): anchor + slot; 0 where the block is invalid.
-        label_positions (`torch.LongTensor` of shape `[N, B]`): equal to `query_positions`: a slot predicts its own
-            position. A slot past the end of the row is never valid, so clamp before gathering.
-        block_valid (`torch.BoolTensor` of shape `[N]`): the row had a window for this block.
-        slot_valid (`torch.BoolTensor` of shape `[N, B]`): the slot holds a real token of the block.
-        loss_mask (`torch.BoolTensor` of shape `[N, B]`): the slot carries loss; never slot 0.
+        label_positions (`torch.LongTensor` of shape `[N, B]`): equal to `query_positions`, since a slot predicts
+            the token at its own position. A slot past the end of the row is never valid; clamp its position before
+            gathering.
+        block_valid (`torch.BoolTensor` of shape `[N]`): the row has a window for this block.
+        slot_valid (`torch.BoolTensor` of shape `[N, B]`): the slot holds a token of the block.
+        loss_mask (`torch.BoolTensor` of shape `[N, B]`): the slot carries loss; slot 0 never does.
     """
 
     sample_rows: torch.Tensor
@@ -43,13 +45,13 @@ class DFlashBatchPlan:
 
     @property
     def block_size(self) -> int:
-        """Slots a block, the anchor included."""
+        """`int`: slots of a block, the anchor included."""
         return self.query_positions.shape[1]
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
     """
-    Scramble non-negative integers below 2**62; equal inputs give equal outputs on every device.
+    Scramble non-negative integers below 2**62 with the same result on every device.
 
     Args:
         values (`torch.LongTensor`): any shape.
@@ -85,41 +87,41 @@ def build_dflash_batch_plan(
     partial_windows: bool = False,
 ) -> DFlashBatchPlan:
     """
-    Choose the blocks of a batch from masks, ids, step and seed alone.
+    Choose the blocks of a batch from its masks, ids, step and seed alone.
 
-    A row's anchors do not depend on the other rows, their order, the rank or a resume. Rows with equal ids and masks
-    get equal anchors, so every row needs an id of its own. Nothing here synchronises with the device.
+    The anchors of a row do not depend on the other rows, their order, the rank or a resume. Rows with equal ids and
+    masks get equal anchors, so every row needs an id of its own. The plan is built without device synchronisation.
 
     Args:
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`):
-            True at real tokens. It says what may be seen; it is not the mask of what carries loss.
+            True at real tokens. This mask decides what a block may attend to, not what carries loss.
         sample_ids (`torch.LongTensor` of shape `[R]`):
-            One id a row, `0 … 2**53 - 1`.
+            One id for each row, in `0 … 2**53 - 1`.
         anchors_per_sample (`int`):
-            Blocks a row.
+            Number of blocks for each row.
         gamma (`int`):
-            Draft slots a block: `block_size - 1`.
+            Draft slots of a block, `block_size - 1`.
         optimizer_step (`int`):
-            Completed optimizer steps.
+            Number of completed optimizer steps.
         seed (`int`):
             Seed of the run.
         supervised_mask (`torch.BoolTensor` of shape `[R, S]`, *optional*):
             True at labels that carry loss. An anchor then needs a supervised next token, and supervision in a block
             stops at the first unsupervised label. All labels carry loss if unset.
         segment_ids (`torch.LongTensor` of shape `[R, S]`, *optional*):
-            Document of each token in packed rows; a block and its context stay in one document.
+            Document of each token in packed rows. A block and its context stay in one document.
         replacement (`bool`, defaults to `True`):
-            Draw anchors independently, so that they may repeat. With `False` they are distinct and in ascending
-            order; a row with fewer windows than anchors uses each once and leaves the other blocks invalid.
+            Sample anchors independently, so that they may repeat. With `False` they are distinct and in ascending
+            order; a row with fewer windows than anchors uses each window once, and its other blocks are invalid.
         partial_windows (`bool`, defaults to `False`):
-            Allow blocks that run past the end of the valid tokens; their missing slots are invalid.
+            Allow blocks that run past the end of the valid tokens. Their missing slots are invalid.
 
     Returns:
         [`DFlashBatchPlan`] on the device of the inputs.
 
     Raises:
-        TypeError: a mask or id tensor has the wrong dtype.
-        ValueError: a shape, device or number breaks its rule.
+        TypeError: a mask or an id tensor has the wrong dtype.
+        ValueError: a shape, a device or a number breaks its rule.
 
     Source: the reference recipe of DFlash training; `supervised_mask`, `segment_ids`, `replacement=False` and
     `partial_windows` are extensions that leave its values unchanged by default.
@@ -187,7 +189,7 @@ def build_dflash_batch_plan(
 def _slots_in_one_document(
     token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None, block_size: int
 ) -> torch.Tensor:
-    """`[R, S, B]`: whether the tokens from a column up to each slot of its block are all valid and of one document."""
+    """Return, as `[R, S, B]`, whether the tokens from a column up to each slot are all valid and of one document."""
     padding = (0, block_size - 1)
     usable = functional.pad(token_valid_mask, padding, value=False).unfold(-1, block_size, 1)
     if segment_ids is not None:
@@ -198,10 +200,10 @@ def _slots_in_one_document(
 def _distinct_anchors(
     windows: torch.Tensor, first_anchor_ids: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` windows of each row with the smallest scrambled ordinals, ascending: `[R, count]` and validity."""
+    """Return the `count` windows of each row with the smallest scrambled ordinals, ascending, and their validity."""
     ordinals = windows.cumsum(-1) - 1
     scores = mix(first_anchor_ids + 101 * (ordinals + 1)).masked_fill(~windows, 2**31)
-    chosen = scores.argsort(dim=-1, stable=True)[:, :count]  # stable: ties by ordinal
+    chosen = scores.argsort(dim=-1, stable=True)[:, :count]  # stable, so that ties go to the lowest ordinal
     chosen = functional.pad(chosen, (0, count - chosen.shape[1]))
     valid = torch.arange(count, device=windows.device) < windows.sum(-1, keepdim=True)
     columns = chosen.masked_fill(~valid, windows.shape[1]).sort(-1).values
@@ -243,6 +245,7 @@ def _check_arguments(
     supervised_mask: torch.Tensor | None,
     segment_ids: torch.Tensor | None,
 ) -> None:
+    """Refuse tensors of a wrong dtype, shape or device, and sample ids out of range."""
     for name, tensor, dtype in (
         ("token_valid_mask", token_valid_mask, torch.bool),
         ("supervised_mask", supervised_mask, torch.bool),
@@ -269,19 +272,21 @@ def _check_arguments(
         raise ValueError(f"sample_ids is on {sample_ids.device} and must be on {token_valid_mask.device}.")
     in_range = ((sample_ids >= 0) & (sample_ids <= MAX_SAMPLE_ID)).all()
     if sample_ids.device.type != "cpu":
-        torch._assert_async(in_range, f"sample_ids must be in 0 … {MAX_SAMPLE_ID}")  # a check that does not wait
+        torch._assert_async(in_range, f"sample_ids must be in 0 … {MAX_SAMPLE_ID}")  # does not synchronise
     elif not in_range:
-        raise ValueError(f"sample_ids={sample_ids.tolist()} must be in 0 … {MAX_SAMPLE_ID}: larger products overflow.")
+        raise ValueError(
+            f"sample_ids={sample_ids.tolist()} must be in 0 … {MAX_SAMPLE_ID}, since products of larger ids overflow."
+        )
 
 
 def blocks_of_each_row(plan: DFlashBatchPlan, rows: int, chosen: slice | Sequence[int]) -> DFlashBatchPlan:
     """
-    The plan of some of the blocks of every row.
+    Return the plan of some blocks of every row.
 
     Args:
-        plan ([`DFlashBatchPlan`]): of all blocks, as many in each row.
-        rows (`int`): rows of the batch.
-        chosen (`slice` or `Sequence[int]`): which blocks of each row to keep.
+        plan ([`DFlashBatchPlan`]): the plan of all blocks, equally many for each row.
+        rows (`int`): number of rows of the batch.
+        chosen (`slice` or `Sequence[int]`): the blocks of each row to keep.
 
     Returns:
         [`DFlashBatchPlan`]
