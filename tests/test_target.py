@@ -420,5 +420,5 @@ def test_the_end_of_text_of_an_adapted_target_reaches_the_data(tmp_path):
 
 def test_prompt_learning_is_refused(target):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(ValueError, match="its virtual tokens have states that no token of the text has"):
+    with pytest.raises(ValueError, match="Its virtual tokens have hidden states, but the text has no tokens for them"):
         target_hidden_states(get_peft_model(target, config), *make_batch(), [0])

@@ -1,4 +1,4 @@
-"""Hidden states of the target, computed once for every row: in memory, or in safetensors files on disk."""
+"""Cache of the target's hidden states, computed once for every row, in memory or in safetensors files."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ logger = logging.get_logger(__name__)
 
 SHARD_BYTES = 512 * 2**20
 FINGERPRINT_FILE = "fingerprint.json"
-STALE_TEMPORARY_S = 3600  # a shard is written in seconds
+STALE_TEMPORARY_S = 3600  # far longer than the writing of a shard takes
 CHECKSUM_SEGMENTS = 1024
-# Of the configuration: what does not change hidden states.
+# Entries of the configuration that do not change hidden states.
 IRRELEVANT_CONFIG = ("architectures", "dtype", "transformers_version", "use_cache", "tie_last_hidden_states")
 
 
 def row_key(input_ids: Sequence[int] | torch.Tensor) -> bytes:
-    """Rows are known by their tokens: the same text has the same target states in any data set."""
+    """Return the key of a row, a digest of its tokens: equal text has equal states in any data set."""
     return bytes.fromhex(digest(torch.as_tensor(input_ids).cpu().numpy().tobytes(), size=16))
 
 
 class MemoryHiddenStateCache:
-    """States of rows in memory, by [`row_key`]."""
+    """Hidden states of rows in memory, by [`row_key`]."""
 
-    is_shared = False  # every process has its own and needs all rows
+    is_shared = False  # every process has a cache of its own and needs all rows
 
     def __init__(self) -> None:
         self._states: dict[bytes, torch.Tensor] = {}
@@ -59,29 +59,29 @@ class MemoryHiddenStateCache:
         return f"{num_bytes / 2**30:.2f} GiB of memory"
 
     def flush(self) -> None:
-        """Nothing waits to be written."""
+        """Do nothing, since no row waits to be written."""
 
     def refresh(self) -> None:
-        """Nobody else adds rows."""
+        """Do nothing, since no other process adds rows."""
 
 
 class DiskHiddenStateCache:
     """
-    States of rows in a folder: safetensors shards with one tensor a row, read where they are needed.
+    Hidden states of rows in a folder of safetensors shards, which hold one tensor for each row.
 
-    A shard gets its name when it is complete and on the disk, so that an interrupted run leaves only complete shards,
-    and the next run computes the rows that are in none of them. Shards say for which target they were made; several
-    processes and several runs may add to one folder.
+    A shard gets its name once it is complete on the disk. An interrupted run therefore leaves only complete shards,
+    and the next run computes the rows that none of them holds. Each shard records its target, and several processes
+    and runs may add to one folder.
 
     Args:
-        folder (`str` or `Path`): made if need be; may be deleted at any time between runs.
-        fingerprint (`dict`): of [`hidden_state_fingerprint`]; `fingerprint.json` in the folder must agree.
-        shard_bytes (`int`, defaults to 512 MiB): rows are collected in memory up to this size, then written.
+        folder (`str` or `Path`): created if it does not exist; may be deleted between runs.
+        fingerprint (`dict`): from [`hidden_state_fingerprint`]; `fingerprint.json` in the folder must equal it.
+        shard_bytes (`int`, defaults to 512 MiB): rows are collected in memory up to this size and then written.
 
     Raises:
-        ValueError: the folder holds the states of another target, other layers or another dtype; each difference is
-            named.
-        OSError: a file of the folder is damaged; it is named.
+        ValueError: the folder holds the states of another target, other layers or another dtype; the message names
+            each difference.
+        OSError: a file of the folder is damaged; the message names it.
     """
 
     is_shared = True
@@ -90,12 +90,12 @@ class DiskHiddenStateCache:
         self.folder, self.shard_bytes = Path(folder), shard_bytes
         self.fingerprint = json.loads(json.dumps(fingerprint))
         self._digest = json_digest(_compared(self.fingerprint), size=16)
-        self._shards: dict[str, Any] = {}  # open for good: a mapped file takes no descriptor
+        self._shards: dict[str, Any] = {}  # kept open, since a mapped file holds no descriptor
         self._shard_of: dict[bytes, Any] = {}
         self._waiting: dict[bytes, torch.Tensor] = {}
         self._waiting_bytes = 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        # By its start, not its end: version 0.1.0 named temporary files in another way.
+        # The pattern matches the start of the name only, since version 0.1.0 ended temporary files differently.
         remove_partial_files(self.folder, ".states-*", STALE_TEMPORARY_S)
         self._check_fingerprint()
         self.refresh()
@@ -107,24 +107,24 @@ class DiskHiddenStateCache:
         return key in self._shard_of or key in self._waiting
 
     def get(self, key: bytes) -> torch.Tensor:
-        """States of a row, mapped from its file; a `KeyError` if no shard has it."""
+        """Return the states of a row, mapped from its file; a `KeyError` if no shard holds it."""
         if key in self._waiting:
             return self._waiting[key]
         return self._shard_of[key].get_tensor(key.hex())
 
     def add(self, key: bytes, states: torch.Tensor) -> None:
-        """Keep the states of a row, `[tokens, width]`; written together with others."""
+        """Add the states of a row, `[tokens, width]`, which are written together with those of other rows."""
         self._waiting[key] = states.clone()
         self._waiting_bytes += states.numel() * states.element_size()
         if self._waiting_bytes >= self.shard_bytes:
             self.flush()
 
     def reserve(self, num_bytes: int) -> str:
-        """Describe the space for `num_bytes` more; an `OSError` if the disk does not have it."""
+        """Describe the space for `num_bytes` more bytes; an `OSError` if the disk does not have it."""
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes:
             raise OSError(
-                f"The target states need {num_bytes / 2**30:.2f} GiB, and the disk of {str(self.folder)!r} has "
+                f"The hidden states need {num_bytes / 2**30:.2f} GiB, and the disk of {str(self.folder)!r} has "
                 f"{free / 2**30:.2f} GiB left. Pass a state_cache_dir on a larger disk, train on fewer or shorter "
                 "rows or fewer target_layer_ids, or leave cache_target_states unset."
             )
@@ -134,26 +134,28 @@ class DiskHiddenStateCache:
         """Write the rows that were added since the last shard."""
         if not self._waiting:
             return
-        # Named by its rows, so that two runs that fill one folder never write different shards under one name.
+        # The name depends on the rows, so that two runs that fill one folder never give it to different shards.
         name = f"states-{digest(b''.join(sorted(self._waiting)))}.safetensors"
         replace_file(self.folder / name, self._save_waiting)
         self._waiting, self._waiting_bytes = {}, 0
         self._open(name)
 
     def _save_waiting(self, path: Path) -> None:
+        """Write the waiting rows to a file."""
         rows = {key.hex(): states for key, states in self._waiting.items()}
         try:
             save_file(rows, path, metadata={"fingerprint": self._digest})
-        except SafetensorError as error:  # what a full disk is to safetensors 0.8
+        except SafetensorError as error:  # safetensors 0.8 raises it if the disk is full
             raise OSError(str(error)) from error
 
     def refresh(self) -> None:
-        """Look for shards of other processes."""
+        """Open the shards that other processes have added."""
         for path in sorted(self.folder.glob("states-*.safetensors")):
             if path.name not in self._shards:
                 self._open(path.name)
 
     def _open(self, name: str) -> None:
+        """Open a shard and refuse one that is damaged or of another target."""
         width = self.fingerprint["width"]
         try:
             shard = safe_open(self.folder / name, framework="pt")
@@ -170,12 +172,14 @@ class DiskHiddenStateCache:
         self._shard_of.update((bytes.fromhex(key), shard) for key in keys)
 
     def _damaged(self, name: str, reason: object) -> OSError:
+        """Return the error for a shard that cannot be used."""
         return OSError(
-            f"The shard {name!r} of the target states in {str(self.folder)!r} cannot be used: {reason}. Delete this "
-            "file; its rows are computed again."
+            f"The shard {name!r} of the hidden states in {str(self.folder)!r} cannot be used: {reason}. Delete this "
+            "file, and its rows are computed again."
         )
 
     def _check_fingerprint(self) -> None:
+        """Write the fingerprint of a new folder, and refuse a folder with another one."""
         path = self.folder / FINGERPRINT_FILE
         if not path.exists():
             write_text(path, json.dumps(self.fingerprint, indent=1))
@@ -184,7 +188,7 @@ class DiskHiddenStateCache:
             found = json.loads(path.read_text())
         except ValueError as error:
             raise OSError(
-                f"{str(path)!r} is damaged ({error}), so that nobody can say whose target states these are. Delete "
+                f"{str(path)!r} is damaged ({error}), so that the target of these hidden states is unknown. Delete "
                 f"the folder {str(self.folder)!r}, or pass another state_cache_dir."
             ) from error
         changes = differences(_compared(found), _compared(self.fingerprint))
@@ -199,21 +203,18 @@ class DiskHiddenStateCache:
 HiddenStateCache = MemoryHiddenStateCache | DiskHiddenStateCache
 
 
-# ---- what the states depend on ----
-
-
 def hidden_state_fingerprint(
     target: PreTrainedModel, target_layer_ids: list[int], *, include_final_state: bool = False
 ) -> dict[str, Any]:
     """
-    Describe everything that the states of a row depend on, apart from its tokens.
+    Describe everything that the hidden states of a row depend on apart from its tokens.
 
-    Rows are found by their tokens, so data sets and tokenizer need no description, and the same text is never computed
-    twice. The target's name is noted and not compared: a folder may move, and its weights say more.
+    Rows are found by their tokens, so that data set and tokenizer are not part of the description. The name of the
+    target is recorded but not compared, since a folder may move; its weights are compared instead.
 
     Args:
-        target (`PreTrainedModel`): its configuration is compared without ids of special tokens, its weights by a
-            checksum over every bit of them.
+        target (`PreTrainedModel`): its configuration is described without the ids of special tokens, and its weights
+            by a checksum over all of their bits.
         target_layer_ids (`list[int]`), include_final_state (`bool`): as in [`target_hidden_states`].
 
     Returns:
@@ -235,6 +236,7 @@ def hidden_state_fingerprint(
 
 
 def _relevant(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a configuration that may change hidden states."""
     return {
         name: _relevant(value) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -243,7 +245,7 @@ def _relevant(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """The compared part of a fingerprint, flat: `target_config.rope_parameters.rope_theta` and so on."""
+    """Return the compared entries of a fingerprint with flat names such as `target_config.rope_theta`."""
     flat: dict[str, Any] = {}
     for name, value in fingerprint.items():
         if isinstance(value, dict):
@@ -256,12 +258,12 @@ def _compared(fingerprint: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def weights_checksum(model: PreTrainedModel) -> str:
     """
-    Checksum of the names, shapes, dtypes and all bits of a model's weights, and of which adapters act how strongly.
+    Return a checksum of all weights of a model and of the strengths of its adapters.
 
-    It is the same on every device.
+    It covers names, shapes, dtypes and all bits of the weights, and is the same on every device.
 
     Args:
-        model (`PreTrainedModel`): also quantised; weights that are not in memory (`meta`) count by their shape.
+        model (`PreTrainedModel`): may be quantised; weights that are not in memory (`meta`) count by their shape.
 
     Returns:
         `str`: 32 hexadecimal digits.
@@ -274,29 +276,27 @@ def weights_checksum(model: PreTrainedModel) -> str:
                 continue
             data = tensor.reshape(-1)
             data = (data.clone() if data.storage_offset() else data).view(torch.uint8)
-            # Sums of integers, the same in any order of summation; many of them, so that a change of places is seen.
+            # Sums of integers do not depend on the order of summation. Many of them are taken, so that values that
+            # exchange their places change the checksum.
             words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
             even = words.numel() // CHECKSUM_SEGMENTS * CHECKSUM_SEGMENTS
             sums = words[:even].view(CHECKSUM_SEGMENTS, -1).sum(1)
             sums = torch.cat([sums, words[even:].sum()[None], rest.sum()[None]])
             digest.update(sums.cpu().numpy().tobytes())
     for name, module in model.named_modules():
-        if hasattr(module, "base_layer"):  # one that `peft` has put around a layer
+        if hasattr(module, "base_layer"):  # a layer of peft around a layer of the model
             settings = [getattr(module, key, None) for key in ("active_adapters", "disable_adapters", "scaling")]
             digest.update(f"{name} {settings}".encode())
     return digest.hexdigest()
 
 
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that hold the data of a tensor, which may be a quantised one of a class of its own."""
+    """Yield the plain tensors that hold the data of a tensor, which may be of a quantised tensor class."""
     if hasattr(value, "__tensor_flatten__"):
         for name in value.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(value, name))
     elif isinstance(value, torch.Tensor):
         yield value
-
-
-# ---- filling and reading ----
 
 
 def fill_hidden_state_cache(
@@ -312,26 +312,26 @@ def fill_hidden_state_cache(
     show_progress: bool = True,
 ) -> None:
     """
-    Compute the target's states of all rows that the cache lacks.
+    Compute the hidden states of all rows that the cache does not hold.
 
-    An interrupt (Ctrl-C) loses the rows of the pass in progress; killing the process loses, of a disk cache, the rows
-    of the unfinished shard, and what is there already is not computed again.
+    An interrupt (Ctrl-C) loses the rows of the running forward pass. Killing the process loses the rows of the
+    unfinished shard of a disk cache. Rows that the cache holds are not computed again.
 
     Args:
-        cache ([`MemoryHiddenStateCache`] or [`DiskHiddenStateCache`]): filled.
+        cache ([`MemoryHiddenStateCache`] or [`DiskHiddenStateCache`]): the cache to fill.
         target (`PreTrainedModel`): in evaluation mode.
-        rows (a sequence of `list[int]`): token ids.
+        rows (`Sequence[Sequence[int]]`): token ids of each row.
         target_layer_ids (`list[int]`), include_final_state (`bool`): as in [`target_hidden_states`].
         description (`str`, defaults to `"train"`): names the set in messages.
-        batch_tokens (`int`, *optional*): tokens a target pass, padding included; by default 2,048 on a CPU, whose
-            caches a larger batch leaves, and 16,384 elsewhere.
-        accelerator (`Accelerator`, *optional*): of several processes each computes a share of a disk cache, and all
-            wait for the others.
-        show_progress (`bool`, defaults to `True`): show a bar.
+        batch_tokens (`int`, *optional*): tokens of a forward pass, padding included; by default 2,048 on a CPU,
+            so that a batch fits its caches, and 16,384 elsewhere.
+        accelerator (`Accelerator`, *optional*): in several processes each computes a share of a disk cache and
+            waits for the others.
+        show_progress (`bool`, defaults to `True`): show a progress bar.
 
     Raises:
-        OSError: the disk has not the room, which is known before the first pass, or another process wrote to a folder
-            that this one does not see.
+        OSError: the disk is too small, which is checked before the first pass, or another process wrote to a folder
+            that this process does not see.
     """
     if batch_tokens is None:
         batch_tokens = 2048 if target.device.type == "cpu" else 16384
@@ -343,11 +343,12 @@ def fill_hidden_state_cache(
     is_first = accelerator is None or accelerator.is_main_process
     if is_first:
         logger.warning_advice(
-            f"Target states of {len(all_missing):,} of {len(rows):,} {description} rows ({num_tokens:,} tokens) are "
-            f"to be computed; they take {space}."
+            f"The hidden states of {len(all_missing):,} of {len(rows):,} {description} rows ({num_tokens:,} tokens) "
+            f"are computed now. They take {space}."
         )
     if accelerator is not None and cache.is_shared:
-        # By the key: a process that starts late sees rows of the others already, and must not share out the rest anew.
+        # The key decides the share: a process that starts late already sees rows of the others, and must not divide
+        # the remaining rows in another way.
         index, count = accelerator.process_index, accelerator.num_processes
         mine = [ids for key, ids in all_missing.items() if int.from_bytes(key) % count == index]
     else:
@@ -355,7 +356,7 @@ def fill_hidden_state_cache(
     share = sorted(mine, key=len)
     progress = logging.tqdm(
         total=sum(len(ids) for ids in share),
-        desc=f"Target states of the {description} rows",
+        desc=f"Hidden states of the {description} rows",
         unit="token",
         unit_scale=True,
         disable=not (show_progress and is_first),
@@ -380,8 +381,9 @@ def fill_hidden_state_cache(
         unseen = sum(key not in cache for key in all_missing)
         if unseen:
             raise OSError(
-                f"{unseen} of {len(all_missing)} rows were computed by other processes and are not in the state cache "
-                "of this one: every process must see the same folder. Pass a state_cache_dir that all machines share."
+                f"{unseen} of {len(all_missing)} rows were computed by other processes and are not in the hidden-"
+                "state cache of this one. Every process must see the same folder. Pass a state_cache_dir that all "
+                "machines share."
             )
 
 
@@ -389,15 +391,15 @@ def cached_hidden_states(
     cache: HiddenStateCache, input_ids: torch.Tensor, token_valid_mask: torch.Tensor
 ) -> torch.Tensor | None:
     """
-    States of a batch out of a cache.
+    Read the hidden states of a batch from a cache.
 
     Args:
-        cache ([`MemoryHiddenStateCache`] or [`DiskHiddenStateCache`]): filled.
-        input_ids (`torch.LongTensor` of shape `[R, S]`): the text.
+        cache ([`MemoryHiddenStateCache`] or [`DiskHiddenStateCache`]): the cache.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): token ids.
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
 
     Returns:
-        `torch.FloatTensor` of shape `[R, S, width]` on the device of `input_ids`, zero at padding; `None` if a row is
+        `torch.FloatTensor` of shape `[R, S, width]` on the device of `input_ids`, 0 at padding; `None` if a row is
         not in the cache.
     """
     keys = [row_key(ids[valid]) for ids, valid in zip(input_ids, token_valid_mask, strict=True)]
@@ -411,7 +413,7 @@ def cached_hidden_states(
 
 
 def _batches_by_length(rows: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:
-    """Batches of rows that are sorted by length."""
+    """Yield batches of rows that are sorted by length."""
     batch: list[Sequence[int]] = []
     for row in rows:
         if batch and (len(batch) + 1) * len(row) > batch_tokens:

@@ -1,4 +1,4 @@
-"""The frozen target: the hidden states of its chosen layers, with as little of its forward pass as they need."""
+"""Hidden states of a frozen target, computed with no more of its forward pass than they need."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from ..model.configuration_dflash import describe_target
 logger = logging.get_logger(__name__)
 
 PROBE_TOKENS = 8
-# Per decoder: which (number of layers, with final state) gave the states of the whole target on a few tokens.
+# For each decoder: whether a pass of (number of layers, with final state) equals one of the whole target.
 _short_pass_is_exact: WeakKeyDictionary[nn.Module, dict[tuple[int, bool], bool]] = WeakKeyDictionary()
 
 
 def unwrap_peft(target: Any) -> PreTrainedModel:
     """
-    The model inside a `peft` wrapper, with its adapters in place; any other model as it is.
+    Return the model inside a `peft` wrapper, with its adapters in place, and any other model unchanged.
 
     Args:
-        target (`PreTrainedModel` or `peft.PeftModel`): the wrapper's active adapters stay active.
+        target (`PreTrainedModel` or `peft.PeftModel`): its active adapters stay active.
 
     Returns:
         `PreTrainedModel`: shares every weight with `target`.
 
     Raises:
-        ValueError: the wrapper adds virtual tokens to the prompt, which the text does not have.
+        ValueError: the wrapper adds virtual tokens to the prompt.
     """
     if not hasattr(target, "get_base_model"):
         return target
     if target.active_peft_config.is_prompt_learning:
         raise ValueError(
             f"The target {describe_target(target.get_base_model())} is wrapped in prompt learning "
-            f"({target.active_peft_config.peft_type}): its virtual tokens have states that no token of the text has. "
-            "Use adapters that change the weights, such as LoRA."
+            f"({target.active_peft_config.peft_type}). Its virtual tokens have hidden states, but the text has no "
+            "tokens for them. Use adapters that change the weights, such as LoRA."
         )
     return target.get_base_model()
 
@@ -61,32 +61,32 @@ def target_hidden_states(
 
     Layer id `i` is the output of decoder layer `i`, that is `hidden_states[i + 1]` of transformers.
 
-    The head is not run, and without `include_final_state` neither are the layers after the last chosen one, where that
-    is exact: it is compared with the whole target, bit for bit, on the first tokens it is used for. Targets that are
-    spread over devices or processes, compiled, or built in another way take the whole pass.
+    The head is not run, and without `include_final_state` the layers after the last chosen one are not run either. On
+    the first tokens this shorter pass is compared bit by bit with a pass of the whole target, which is used if they
+    differ. It is also used for targets that are spread over devices or processes, compiled, or of another structure.
 
-    Each row is run as text without padding before it, so that padding has no influence at all, whatever the target
-    makes of masks (recurrent layers, absolute positions).
+    Each sequence is run without padding before it. Padding therefore has no influence, however the target handles
+    masks (recurrent layers, absolute positions).
 
     Args:
-        target (`PreTrainedModel`): in evaluation mode; or `peft.PeftModel`, with its adapters. Unchanged afterwards.
-        input_ids (`torch.LongTensor` of shape `[R, S]`): on any device; moved to the target's.
+        target (`PreTrainedModel` or `peft.PeftModel`): in evaluation mode; not changed.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): token ids on any device.
         token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
-        target_layer_ids (`list[int]`): layers counted from 0.
-        include_final_state (`bool`, defaults to `False`): add the state after the final norm, from which the target's
-            head makes its logits, as the last `hidden_size` columns.
+        target_layer_ids (`list[int]`): decoder layers, counted from 0.
+        include_final_state (`bool`, defaults to `False`): add the state after the final norm, from which the head of
+            the target computes logits, as the last `hidden_size` columns.
 
     Returns:
         `torch.FloatTensor` of shape `[R, S, len(target_layer_ids) * hidden_size]`, or `hidden_size` wider with the
-        final state, in the target's dtype, on the device of `input_ids`; zero at padding.
+        final state, in the dtype of the target and on the device of `input_ids`; 0 at padding.
 
     Raises:
-        ValueError: the target has no such layer, or no final state can be had from it.
+        ValueError: the target has no such layer, or its final state cannot be computed.
     """
     target = unwrap_peft(target)
     first_real = None
     if not (token_valid_mask[:, 1:] <= token_valid_mask[:, :-1]).all():
-        # A causal model never looks at later padding; so real tokens go first, and no mask is needed.
+        # A causal model never attends to later padding. With the real tokens first, no mask is needed.
         first_real = (~token_valid_mask).int().sort(dim=1, stable=True).indices
         input_ids = input_ids.gather(1, first_real)
     states = _states_of_text(target, input_ids.to(target.device), target_layer_ids, include_final_state)
@@ -102,19 +102,20 @@ def target_logits_function(
     target: PreTrainedModel, head: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """
-    How the target makes logits from its final state: the raw head, then scale and cap of its configuration.
+    Return the function that computes the logits of a target from its final hidden state.
 
-    What comes out is compared once with the logits of the target itself.
+    It applies the raw head, then the scale and the cap of the configuration. Its result is compared once with the
+    logits of the target itself.
 
     Args:
-        target (`PreTrainedModel`): in evaluation mode; or `peft.PeftModel`.
-        head (`Callable`): applies the target's raw head, such as `draft.compute_logits`.
+        target (`PreTrainedModel` or `peft.PeftModel`): in evaluation mode.
+        head (`Callable`): applies the raw head of the target, such as `draft.compute_logits`.
 
     Returns:
-        `Callable`: final states of shape `[..., hidden_size]` to logits of shape `[..., vocab_size]`.
+        `Callable` from final states of shape `[..., hidden_size]` to logits of shape `[..., vocab_size]`.
 
     Raises:
-        ValueError: the target makes its logits in another way.
+        ValueError: the target computes its logits in another way.
     """
     target = unwrap_peft(target)
     config = target.config.get_text_config(decoder=True)
@@ -143,6 +144,7 @@ def target_logits_function(
 def _states_of_text(
     target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
 ) -> list[torch.Tensor]:
+    """Return the states of each layer, computed without head and later layers where that is exact."""
     stack = _find_stack(target)
     num_layers = max(layer_ids, default=-1) + 1
     if stack is not None and num_layers <= len(stack.layers):
@@ -154,7 +156,7 @@ def _states_of_text(
             )
             logger.info(
                 f"Hidden states of layers {layer_ids} of {describe_target(target)}: "
-                f"{'the head and unused layers are left out.' if verdicts[key] else 'the whole target is run.'}"
+                f"{'the head and unused layers are not run.' if verdicts[key] else 'the whole target is run.'}"
             )
         if verdicts[key]:
             return _short_pass(stack, input_ids, layer_ids, include_final_state)
@@ -162,9 +164,10 @@ def _states_of_text(
 
 
 def _inputs(model: PreTrainedModel, input_ids: torch.Tensor, wanted: list[int]) -> dict[str, Any]:
+    """Return the keyword arguments of a forward pass that collects the hidden states of these indices."""
     inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, "output_hidden_states": wanted}
     parameters = inspect.signature(model.forward).parameters
-    if "position_ids" in parameters:  # some models would remember those of an earlier prompt
+    if "position_ids" in parameters:  # some models would reuse those of an earlier prompt
         inputs["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     if "logits_to_keep" in parameters:
         inputs["logits_to_keep"] = 1
@@ -174,13 +177,15 @@ def _inputs(model: PreTrainedModel, input_ids: torch.Tensor, wanted: list[int]) 
 def _full_pass(
     target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
 ) -> list[torch.Tensor]:
+    """Return the states of each layer from a pass of the whole target."""
     config = target.config.get_text_config(decoder=True)
     wanted = [layer_id + 1 for layer_id in layer_ids]
     if include_final_state:
         if getattr(config, "tie_last_hidden_states", None) is False:
             raise ValueError(
                 f"The target {describe_target(target)} has config.tie_last_hidden_states=False, so that its last "
-                "hidden state is the one before the final norm; its logits need the one after it. Unset that switch."
+                "hidden state is the one before the final norm, and its logits are computed from the one after it. "
+                "Remove that entry of the configuration."
             )
         wanted.append(config.num_hidden_layers)
     states = target(**_inputs(target, input_ids, wanted)).hidden_states
@@ -190,29 +195,26 @@ def _full_pass(
         raise ValueError(
             f"The target {describe_target(target)} returned {len(states)} hidden states for its "
             f"{config.num_hidden_layers} layers (it may run some of them several times), so that its final state "
-            "cannot be told from the others. Use a loss that needs no logits of the target."
+            "cannot be identified. Use a loss that needs no logits of the target."
         )
     if missing:
         raise ValueError(
-            f"The target {describe_target(target)} returned no hidden states for layers {missing}: it has "
+            f"The target {describe_target(target)} returned no hidden states for layers {missing}. It has "
             f"{len(states) - 1} layers, counted from 0. Use target_layer_ids inside that range."
         )
     return [state for state in chosen if state is not None]
 
 
-# ---- the part of a target that makes the states ----
-
-
 @dataclass(frozen=True)
 class _Stack:
     """
-    Where a target keeps its decoder layers.
+    The decoder layers of a target and the modules that hold them.
 
     Args:
-        body (`PreTrainedModel`): the target without its head; in a multimodal target this is not yet the decoder.
-        decoder (`PreTrainedModel`): the text decoder, which holds the layers.
-        name (`str`): attribute of `decoder`.
-        layers (`nn.ModuleList`): its value.
+        body (`PreTrainedModel`): the target without its head; in a multimodal target it contains the decoder.
+        decoder (`PreTrainedModel`): the text decoder.
+        name (`str`): attribute of `decoder` that holds the layers.
+        layers (`nn.ModuleList`): the layers.
     """
 
     body: PreTrainedModel
@@ -222,7 +224,7 @@ class _Stack:
 
 
 def _find_stack(target: PreTrainedModel) -> _Stack | None:
-    """The one list of decoder layers of a target, if there is one."""
+    """Find the list of decoder layers of a target; return `None` unless there is exactly one candidate."""
     if not isinstance(target, PreTrainedModel):
         return None
     decoder = target.get_decoder()
@@ -231,7 +233,7 @@ def _find_stack(target: PreTrainedModel) -> _Stack | None:
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     stacks = [
         _Stack(target.base_model, owner, name, layers)
-        for owner in (decoder, *decoder.children())  # a class may name its base model wrongly and is its own decoder
+        for owner in (decoder, *decoder.children())  # a class with a wrong base_model_prefix is its own decoder
         if isinstance(owner, PreTrainedModel)
         for name, layers in owner.named_children()
         if isinstance(layers, nn.ModuleList) and len(layers) == depth
@@ -240,7 +242,7 @@ def _find_stack(target: PreTrainedModel) -> _Stack | None:
 
 
 def _is_managed(target: PreTrainedModel) -> bool:
-    """Whether parts are moved (accelerate), sharded (FSDP, tensor parallelism, ZeRO-3) or compiled as they stand."""
+    """Return whether modules are offloaded (accelerate), sharded (FSDP, TP, ZeRO-3) or compiled."""
     return any(
         hasattr(module, "_hf_hook")
         or hasattr(module, "_fsdp_wrapped_module")
@@ -251,7 +253,7 @@ def _is_managed(target: PreTrainedModel) -> bool:
 
 @contextmanager
 def _first_layers(stack: _Stack, num_layers: int) -> Iterator[None]:
-    """The decoder with its first layers only, and without the final norm in the state of the last of them."""
+    """Truncate the decoder to its first layers; the state of the last of them is the one before the final norm."""
     config = stack.decoder.config
     was_set = "tie_last_hidden_states" in vars(config)
     before = getattr(config, "tie_last_hidden_states", None)
@@ -270,6 +272,7 @@ def _first_layers(stack: _Stack, num_layers: int) -> Iterator[None]:
 def _short_pass(
     stack: _Stack, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
 ) -> list[torch.Tensor]:
+    """Return the states of each layer from a pass without the head and, if possible, without later layers."""
     inputs = _inputs(stack.body, input_ids, [layer_id + 1 for layer_id in layer_ids])
     num_layers = max(layer_ids, default=-1) + 1
     if include_final_state or num_layers == len(stack.layers):
@@ -284,11 +287,12 @@ def _short_pass(
 def _is_exact(
     stack: _Stack, target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
 ) -> bool:
-    # The full pass comes first: transformers then puts its capturing hooks on all layers, not on the first ones alone.
+    """Return whether the shorter pass gives exactly the states of the whole target."""
+    # The full pass comes first, since transformers (5.24) installs its capturing hooks on the layers it finds then.
     expected = _full_pass(target, input_ids, layer_ids, include_final_state)
     try:
         states = _short_pass(stack, input_ids, layer_ids, include_final_state)
-    except (AttributeError, IndexError, KeyError, ValueError):  # a decoder that counts on all of its layers
+    except (AttributeError, IndexError, KeyError, ValueError):  # a decoder that needs all of its layers
         return False
     return len(states) == len(expected) and all(
         ours is not None and torch.equal(ours, theirs) for ours, theirs in zip(states, expected, strict=True)

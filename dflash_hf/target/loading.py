@@ -1,4 +1,4 @@
-"""Opening a target: weights, tokenizer and configuration, alone or with a draft."""
+"""Load a target (weights, tokenizer, configuration), alone or with a draft."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..model.modeling_dflash import DFlashDraftModel
 @dataclass(frozen=True)
 class TargetText:
     """
-    What preparation needs of a target: nothing of its weights.
+    The parts of a target that the preparation of rows needs, which do not include its weights.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): with the chat template.
-        eos_token_ids (`tuple[int, ...]`): the ids that end an answer, as its generation config has them.
-        num_embeddings (`int`): rows of its embedding.
+        tokenizer (`PreTrainedTokenizerBase`): the tokenizer with its chat template.
+        eos_token_ids (`tuple[int, ...]`): end-of-sequence ids of its generation configuration.
+        num_embeddings (`int`): number of rows of its embedding.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ class TargetText:
 
 def read_target(name: str) -> TargetText:
     """
-    Read tokenizer and configuration of a target.
+    Read the tokenizer and the configuration of a target.
 
     Args:
         name (`str`): Hub name or folder.
@@ -55,7 +55,7 @@ def read_target(name: str) -> TargetText:
         raise OSError(f"The target {name!r} cannot be read: {error}") from error
     try:
         eos = GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:  # many older targets have no such file; generation makes one from the configuration then
+    except OSError:  # older targets have no such file, and generation derives it from config.json
         eos = GenerationConfig.from_model_config(config).eos_token_id
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return TargetText(tokenizer, tuple(ends), config.get_text_config().vocab_size)
@@ -70,14 +70,14 @@ def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, P
 
     Args:
         name (`str`): Hub name or folder.
-        dtype (`str` or `torch.dtype`): of the weights; `"auto"` keeps the checkpoint's.
+        dtype (`str` or `torch.dtype`): dtype of the weights; `"auto"` keeps that of the checkpoint.
 
     Returns:
         `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: the target in evaluation mode, and its tokenizer.
 
     Raises:
         ValueError: the dtype is unknown.
-        OSError: weights or tokenizer cannot be read.
+        OSError: the weights or the tokenizer cannot be read.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
@@ -120,7 +120,7 @@ def load_pair(
 
     Args:
         draft (`str`): Hub name or folder.
-        target (`str`, *optional*): Hub name or folder; the one the draft names if left out.
+        target (`str`, *optional*): Hub name or folder; by default the target that the draft names.
         dtype (`str`): as for [`load_target`].
 
     Returns:
@@ -139,7 +139,7 @@ def load_target_of(
     draft: DFlashDraftModel, target: str | None, dtype: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    Load the target of a draft; the draft is tied to it, and goes to its device and dtype.
+    Load the target of a draft, tie the draft to it, and move the draft to its device and dtype.
 
     Args:
         draft ([`DFlashDraftModel`]): loaded without a target.
@@ -153,7 +153,7 @@ def load_target_of(
     """
     name = target or draft.config.target_name_or_path
     if name is None:
-        raise ValueError(f"The draft {draft.name_or_path!r} names no target. Pass --target.")
+        raise ValueError(f"The draft {draft.name_or_path!r} names no target, and none was given. Pass --target.")
     model, tokenizer = load_target(name, dtype)
     draft.tie_target(model)
     nn.Module.to(draft, model.device, model.dtype)
