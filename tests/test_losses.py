@@ -147,7 +147,7 @@ def test_a_term_without_target_logits_is_an_error_not_a_skip(values):
     terms = LossTerms(**values)
     with pytest.raises(ValueError, match="compares with the target's distribution"):
         chunked_head_losses(nn.Linear(4, 7, bias=False), torch.randn(2, 4), torch.tensor([0, 1]), terms=terms)
-    with pytest.raises(ValueError, match="target_logits is None. Pass target_logits"):
+    with pytest.raises(ValueError, match=r"target_logits is None\. Pass target_logits"):
         slot_loss(torch.randn(2, 7), torch.rand(2), None, terms)
 
 
