@@ -85,7 +85,7 @@ class TurnRequest:
 @dataclass(frozen=True)
 class Completion:
     """
-    The target's answer to a [`TurnRequest`].
+    The target's response to a [`TurnRequest`].
 
     Args:
         message (`dict`):

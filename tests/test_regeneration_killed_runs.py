@@ -131,7 +131,7 @@ def test_a_run_killed_thrice_under_faults_ends_complete_and_without_duplicates(
         with process(*command, log=log) as running:
             assert running.wait(timeout=120) == 0, log.read_text()
 
-        assert "Calls that were tried again: " in log.read_text()
+        assert "Retried requests: " in log.read_text()
         faults = [call.fault for call in proxy.calls if call.fault is not None]
         assert len(set(faults)) > len(PASSING) / 2
         num_turns, abandoned, without_ids = NUM_PROMPTS + NUM_PROMPTS // 5, 3 * 2 * 16, 4 * 16
@@ -139,7 +139,7 @@ def test_a_run_killed_thrice_under_faults_ends_complete_and_without_duplicates(
 
         wrong = refused("--target", "org/wrong", "--out", str(tmp_path / "wrong"))
         assert "'org/wrong'" in wrong
-        assert f"it lists {chat_target}" in wrong
+        assert f"that it lists, which are {chat_target}" in wrong
 
     assert sorted(path.name for path in out.iterdir()) == [".lock", "README.md", "data", "settings.json"]
     lines = [line for path in sorted((out / "data").iterdir()) for line in path.read_text().splitlines(keepends=True)]
