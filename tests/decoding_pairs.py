@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 MAMBA_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
-# State-space families: these go on exactly from a state with several tokens, …
+# These state-space families continue exactly from a state with several tokens.
 STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4}),
     "bamba": ("bamba", {"attn_layer_indices": [1], **MAMBA}),
@@ -52,8 +52,8 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-# … and these do not: Jamba and Mamba start anew, RecurrentGemma keeps its state in modules, RWKV and MiniMax
-# elsewhere, and nothing is known here of Llama 4's chunks.
+# These families do not. Jamba and Mamba start from an empty state, RecurrentGemma keeps its state in modules, RWKV and
+# MiniMax keep it elsewhere, and the loop does not know the chunked attention of Llama 4.
 NOT_CONTINUING: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "jamba",
@@ -76,7 +76,7 @@ def each_family(*names: str) -> list[Any]:
 
 
 def make_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random target of a family, with large weights so that its greedy text is varied."""
+    """Make a random target of a family, with large weights so that its greedy text varies."""
     model_type, values = {**FAMILIES, **STATE_SPACE, **NOT_CONTINUING}[name]
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[model_type](**{**TINY, **values, **overrides})
@@ -84,7 +84,7 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def make_multimodal() -> PreTrainedModel:
-    """A random Qwen3.5 that could see: three positions a token, and its text model one level down."""
+    """Make a random multimodal Qwen3.5, with three positions for each token and a nested text model."""
     torch.manual_seed(0)
     rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
     config = CONFIG_MAPPING["qwen3_5"](
@@ -97,10 +97,10 @@ def make_multimodal() -> PreTrainedModel:
 
 class GuessingDraft(DFlashDraftModel):
     """
-    A draft that runs its own network and then proposes what it was told, wrong at some places.
+    A draft that runs its own network and then proposes the tokens it was taught, wrong at some places.
 
-    Its hidden states are replaced by ones from which the target's head makes the wanted tokens. A row is recognised by
-    its anchor's position and embedding.
+    Its hidden states are replaced by ones from which the target's head makes these tokens. A sequence is recognised by
+    the position and the embedding of its anchor.
     """
 
     def teach(
@@ -111,22 +111,24 @@ class GuessingDraft(DFlashDraftModel):
         seed: int = 0,
         second_share: float = 0.0,
     ) -> GuessingDraft:
-        """Make it wrong at a share of the places; at `second_share` of these its second choice is right."""
+        """Teach texts with a share of wrong places; at `second_share` of these the second choice is right."""
         generator = torch.Generator().manual_seed(seed)
-        self.answers = [row[row.cumsum(0) > 0] for row in sequences]  # without the padding of the prompt
-        self.wrong = [torch.rand(len(row), generator=generator) < wrong_share for row in self.answers]
+        self.answers = [
+            sequence[sequence.cumsum(0) > 0] for sequence in sequences
+        ]  # without the padding of the prompt
+        self.wrong = [torch.rand(len(sequence), generator=generator) < wrong_share for sequence in self.answers]
         self.embeddings = target.get_input_embeddings()(torch.arange(target.get_input_embeddings().num_embeddings))
         head = target.get_output_embeddings().weight.detach().float()
         self.hidden_for = nn.functional.normalize(head, dim=-1) * 50
         generator.manual_seed(seed + 1)
-        self.second = [torch.rand(len(row), generator=generator) < second_share for row in self.answers]
-        right = sorted({token for row in self.answers for token in row.tolist()}) if second_share else []
+        self.second = [torch.rand(len(sequence), generator=generator) < second_share for sequence in self.answers]
+        right = sorted({token for sequence in self.answers for token in sequence.tolist()}) if second_share else []
         self.hidden_for_second = {token: self._with_second_choice(token, head) for token in right}
         self.own_hidden: list[tuple[int, int, torch.Tensor]] = []  # (answer, position of the anchor, block)
         return self
 
     def _with_second_choice(self, token: int, head: torch.Tensor) -> torch.Tensor:
-        """A hidden state at which the head's second choice is this token, and its first one another."""
+        """Return a hidden state for which this token is the second choice of the head."""
         for share in (0.9, 0.7, 0.5):
             mixed = self.hidden_for + share * self.hidden_for[token]
             best = (mixed @ head.t()).topk(3)
@@ -140,19 +142,19 @@ class GuessingDraft(DFlashDraftModel):
         output = super().forward(noise_embeds, context_hidden_states, position_ids=position_ids, **kwargs)
         size = self.config.block_size
         hidden = output.last_hidden_state.clone()
-        for row, positions in enumerate(position_ids[:, -size:].tolist()):
-            anchor = (self.embeddings - noise_embeds[row, 0]).abs().sum(-1).argmin()
+        for sequence, positions in enumerate(position_ids[:, -size:].tolist()):
+            anchor = (self.embeddings - noise_embeds[sequence, 0]).abs().sum(-1).argmin()
             for index, answer in enumerate(self.answers):
                 if positions[0] < len(answer) and answer[positions[0]] == anchor:
-                    self.own_hidden.append((index, positions[0], output.last_hidden_state[row].clone()))
+                    self.own_hidden.append((index, positions[0], output.last_hidden_state[sequence].clone()))
                     for slot, position in enumerate(positions):
                         if position < len(answer):
                             token, is_wrong = answer[position], self.wrong[index][position]
                             if is_wrong and self.second[index][position]:
-                                hidden[row, slot] = self.hidden_for_second[int(token)].to(hidden)
+                                hidden[sequence, slot] = self.hidden_for_second[int(token)].to(hidden)
                             else:
                                 token = (token + is_wrong) % len(self.hidden_for)
-                                hidden[row, slot] = self.hidden_for[token].to(hidden)
+                                hidden[sequence, slot] = self.hidden_for[token].to(hidden)
                     break
         output.last_hidden_state = hidden
         return output
@@ -165,11 +167,11 @@ def make_guessing_draft(target: PreTrainedModel, **overrides: Any) -> GuessingDr
     return guessing
 
 
-def ragged_prompts(num_rows: int, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random prompts of different lengths, padded on the left."""
+def ragged_prompts(num_sequences: int, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Make random prompts of different lengths, padded on the left."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, 96, (num_rows, length), generator=generator)
-    padding = torch.randint(0, length - 1, (num_rows, 1), generator=generator)
+    ids = torch.randint(1, 96, (num_sequences, length), generator=generator)
+    padding = torch.randint(0, length - 1, (num_sequences, 1), generator=generator)
     mask = (torch.arange(length) >= padding).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
 
@@ -177,7 +179,7 @@ def ragged_prompts(num_rows: int, length: int = 9, seed: int = 0) -> dict[str, t
 def count_near_ties(
     target: PreTrainedModel, inputs: dict[str, torch.Tensor], plain: torch.Tensor, drafted: torch.Tensor
 ) -> int:
-    """Rows whose two texts part where the target's two best logits are closer than 1e-4; else a difference fails."""
+    """Count sequences whose texts part at logits closer than 1e-4, and fail at any other difference."""
     assert plain.shape[0] == drafted.shape[0]
     count, num_columns = 0, inputs["input_ids"].shape[1]
     for mask, ours, theirs in zip(inputs["attention_mask"], drafted.tolist(), plain.tolist(), strict=True):

@@ -274,19 +274,19 @@ def best_fit_rows(lengths: list[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(row["documents"]) for row in rows)
 
 
-class RowLists:
-    """What each row of a cache holds, as a dict from column to the last vector written there."""
+class SequenceLists:
+    """What each sequence of a cache holds, as a dict from column to the last vector written there."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.rows: list[dict[int, torch.Tensor]] = [{} for _ in range(num_rows)]
+    def __init__(self, num_sequences: int) -> None:
+        self.sequences: list[dict[int, torch.Tensor]] = [{} for _ in range(num_sequences)]
 
     def write(self, columns: list[list[int]], values: torch.Tensor) -> None:
-        for row, row_columns in enumerate(columns):
-            for index, column in enumerate(row_columns):
-                self.rows[row][column] = values[row, :, index]
+        for sequence, its_columns in enumerate(columns):
+            for index, column in enumerate(its_columns):
+                self.sequences[sequence][column] = values[sequence, :, index]
 
-    def keep(self, rows: list[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
+    def keep(self, sequences: list[int]) -> None:
+        self.sequences = [self.sequences[sequence] for sequence in sequences]
 
 
 def chi_square_p_value(counts: list[int], probabilities: list[float]) -> float:

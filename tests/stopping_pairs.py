@@ -29,7 +29,7 @@ class Recorder(BaseStreamer):
         self.has_ended = True
 
 
-def letters_pair(tokenizer, wrong_share: float, num_rows: int = 1):
+def letters_pair(tokenizer, wrong_share: float, num_sequences: int = 1):
     """A pair over bytes that writes small letters and line ends."""
     target = make_target(vocab_size=272)
     draft = make_guessing_draft(target, mask_token_id=271)
@@ -37,12 +37,12 @@ def letters_pair(tokenizer, wrong_share: float, num_rows: int = 1):
     settings = {
         **GREEDY,
         "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,  # never written: with some end token, ended rows are padded
+        "eos_token_id": tokenizer.eos_token_id,  # never written: with some end token, ended sequences are padded
         "max_new_tokens": 24,
         "suppress_tokens": [token for token in range(272) if token not in allowed],
     }
     tokenizer.padding_side = "left"
-    inputs = dict(tokenizer(["hello", "a", "stop me"][:num_rows], return_tensors="pt", padding=True))
+    inputs = dict(tokenizer(["hello", "a", "stop me"][:num_sequences], return_tensors="pt", padding=True))
     inputs.pop("token_type_ids", None)
     texts = target.generate(**inputs, **settings)
     draft.teach(target, texts, wrong_share)

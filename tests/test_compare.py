@@ -69,7 +69,7 @@ def scripted_pair(**overrides) -> tuple[LlamaForCausalLM, ScriptedDraft]:
 
 @pytest.mark.parametrize("accept", ["all", "none"])
 def test_every_max_new_tokens_gives_as_many_tokens_as_plain(accept):
-    """From 1 to 2B + 1 tokens, everything accepted and everything rejected."""
+    """From 1 to 2B + 1 tokens, with everything accepted and everything rejected."""
     target, draft = scripted_pair()
     prompt = torch.tensor([[4, 8, 15]])
     full = greedy(target, prompt, 40)
@@ -165,7 +165,7 @@ def test_a_wrong_target_is_refused_by_native_generation(draft):
 @pytest.mark.parametrize("anchor", [1, 9, 17])
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_training_logits_of_a_block_equal_the_first_draft_step_of_native_generation(variant, anchor, in_chunks):
-    """Cases 2, 3, 19: one prefill, and context that arrived in several accepted chunks."""
+    """The context comes from one prefill and from several accepted chunks."""
     target = make_target()
     draft = make_draft(target, **variant)
     prompt = torch.randint(1, 96, (1, 1 if in_chunks else anchor), generator=torch.Generator().manual_seed(anchor))

@@ -1,4 +1,4 @@
-"""What is accepted has the target's distribution: chi-square over many draws, functions alone and the whole loop."""
+"""Chi-square tests that accepted text has the target's distribution, for the functions and for the whole loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_hf.decoding.generate import speculative_generate
 from dflash_hf.decoding.logits_processing import BlockLogitsProcessor
 from dflash_hf.target.hidden_states import target_hidden_states
 
-NUM_DRAWS, VOCABULARY = 20_000, 7
+NUM_SAMPLES, VOCABULARY = 20_000, 7
 LEAST_P_VALUE = 1e-3  # the seed is fixed; a wrong rule gives less than 1e-9
 PROCESSORS = {
     "plain": [],
@@ -33,20 +33,22 @@ def joint_counts(first: torch.Tensor, second: torch.Tensor) -> list[int]:
 class Bigram:
     """A target whose logits after a token are a row of a table, and a draft with a table of its own."""
 
-    def __init__(self, processors: list, num_draws: int = NUM_DRAWS, seed: int = 0) -> None:
+    def __init__(self, processors: list, num_samples: int = NUM_SAMPLES, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table = 1.5 * torch.randn(VOCABULARY, VOCABULARY, generator=generator)
-        self.draft_scores = 1.5 * torch.randn(2, VOCABULARY, generator=generator)  # slots 1 and 2, whatever was drawn
-        self.processors, self.num_draws = LogitsProcessorList(processors), num_draws
+        self.draft_scores = 1.5 * torch.randn(
+            2, VOCABULARY, generator=generator
+        )  # slots 1 and 2, whatever was sampled
+        self.processors, self.num_samples = LogitsProcessorList(processors), num_samples
         self.prompt = torch.tensor([3, 5, 2])
 
     def distribution(self, text: list[int]) -> torch.Tensor:
-        """Of the token after a text: one call of each processor, as plain generation does."""
+        """Process the scores of the token after a text with one call of each processor, as plain generation does."""
         scores = self.table[text[-1]][None].clone()
         return self.processors(torch.tensor([text]), scores).softmax(-1)[0]
 
     def pairs(self) -> list[float]:
-        """Exact probability of every pair of next tokens."""
+        """Return the exact probability of every pair of next tokens."""
         prompt = self.prompt.tolist()
         first = self.distribution(prompt)
         probabilities = []
@@ -55,10 +57,10 @@ class Bigram:
             probabilities += (first[token] * second).tolist()
         return probabilities
 
-    def draw_pairs(self, proposal: str, accept=accept_by_probability) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """First two committed tokens of many draws; a second pass continues where the first committed one token."""
-        scores_of = BlockLogitsProcessor(self.processors, self.num_draws)
-        tokens = self.prompt.repeat(self.num_draws, 1)
+    def sample_pairs(self, proposal: str, accept=accept_by_probability) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Sample the first two committed tokens; a second pass follows where the first committed only one."""
+        scores_of = BlockLogitsProcessor(self.processors, self.num_samples)
+        tokens = self.prompt.repeat(self.num_samples, 1)
 
         def run(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             draft_scores = self.draft_scores.expand(len(tokens), -1, -1)
@@ -89,11 +91,11 @@ class Bigram:
 def test_first_and_second_token_have_the_targets_distribution(processors, proposal):
     """Verifying against another distribution than the one the proposal was sampled from would bias the text."""
     torch.manual_seed(0)
-    is_slow = processors == "by_prefix"  # one call a row and slot
-    bigram = Bigram(PROCESSORS[processors], 1_000 if is_slow else NUM_DRAWS)
+    is_slow = processors == "by_prefix"  # one call for each sequence and slot
+    bigram = Bigram(PROCESSORS[processors], 1_000 if is_slow else NUM_SAMPLES)
     if is_slow:
         bigram.prompt = torch.tensor([3, 5, 2, 3, 2])
-    first, second, _ = bigram.draw_pairs(proposal)
+    first, second, _ = bigram.sample_pairs(proposal)
     pairs = bigram.pairs()
     first_probabilities = [sum(pairs[token * VOCABULARY : (token + 1) * VOCABULARY]) for token in range(VOCABULARY)]
     counts = torch.bincount(first, minlength=VOCABULARY).tolist()
@@ -102,15 +104,15 @@ def test_first_and_second_token_have_the_targets_distribution(processors, propos
 
 
 def without_residual(drafted, scores, draft_scores=None):
-    """A wrong rule: after a rejection it draws from the target, proposals included."""
+    """Apply a wrong rule, which samples from the target after a rejection and does not exclude the proposal."""
     acceptance = accept_by_probability(drafted, scores, draft_scores)
-    rows = torch.arange(len(drafted))
-    acceptance.next_tokens = torch.multinomial(scores.softmax(-1)[rows, acceptance.num_accepted], 1)[:, 0]
+    sequences = torch.arange(len(drafted))
+    acceptance.next_tokens = torch.multinomial(scores.softmax(-1)[sequences, acceptance.num_accepted], 1)[:, 0]
     return acceptance
 
 
 def other_q(drafted, scores, draft_scores):
-    """A wrong rule: the distribution that is named is not the one that was sampled from."""
+    """Apply a wrong rule, which verifies against another distribution than the proposals were sampled from."""
     return accept_by_probability(drafted, scores, 0.8 * draft_scores)
 
 
@@ -120,7 +122,7 @@ def other_q(drafted, scores, draft_scores):
 def test_a_biased_rule_is_found(proposal, wrong_rule):
     torch.manual_seed(0)
     bigram = Bigram([])
-    first, second, _ = bigram.draw_pairs(proposal, wrong_rule)
+    first, second, _ = bigram.sample_pairs(proposal, wrong_rule)
     assert reference.chi_square_p_value(joint_counts(first, second), bigram.pairs()) < 1e-9
 
 
@@ -130,7 +132,7 @@ def test_the_p_value_is_that_of_the_tables():
     # statistic 7.815 is the 5 % point of three degrees of freedom
     statistic = reference.chi_square_p_value([25 + 9, 25 - 9, 25 + 4, 25 - 4], even)
     assert statistic == pytest.approx(0.0509, abs=1e-3)  # (81 + 81 + 16 + 16) / 25 = 7.76
-    assert reference.chi_square_p_value([10, 1], [1.0, 0.0]) == 0.0  # what cannot be, was drawn
+    assert reference.chi_square_p_value([10, 1], [1.0, 0.0]) == 0.0  # an impossible outcome was sampled
 
 
 def test_argmax_proposals_are_accepted_more_often_than_ones_sampled_slot_by_slot():
@@ -144,13 +146,13 @@ def test_argmax_proposals_are_accepted_more_often_than_ones_sampled_slot_by_slot
     marginal = share.expand(num_slots - 1, 2)
     accepted = {}
     for proposal in ("argmax", "sample"):
-        q = marginal.log().expand(NUM_DRAWS, -1, -1)
+        q = marginal.log().expand(NUM_SAMPLES, -1, -1)
         if proposal == "argmax":
             drafted, q = q.argmax(-1), None
         else:
-            drafted = torch.multinomial(q.exp().flatten(0, 1), 1).view(NUM_DRAWS, num_slots - 1)
-        # the first token of an answer is open, and each later one is the one before it
-        scores = torch.full((NUM_DRAWS, num_slots, 2), -torch.inf)
+            drafted = torch.multinomial(q.exp().flatten(0, 1), 1).view(NUM_SAMPLES, num_slots - 1)
+        # the first token is free, and each later one repeats the one before it
+        scores = torch.full((NUM_SAMPLES, num_slots, 2), -torch.inf)
         scores[:, 0] = share.log()
         scores[:, 1:].scatter_(2, drafted[..., None], 0.0)
         accepted[proposal] = accept_by_probability(drafted, scores, q).num_accepted.float().mean().item()
@@ -166,14 +168,14 @@ def test_expected_number_of_tokens_is_the_sum_over_leading_slots(proposal):
     drafted = torch.randint(0, VOCABULARY, (5, 3))
     q = draft_scores if proposal == "sample" else None
     acceptance = accept_by_probability(drafted, scores, q)
-    for row in range(5):
+    for sequence in range(5):
         expected, product = 1.0, 1.0
         for slot in range(3):
-            p = reference.softmax(scores[row, slot])[drafted[row, slot]].item()
-            chance = 1.0 if q is None else reference.softmax(q[row, slot])[drafted[row, slot]].item()
+            p = reference.softmax(scores[sequence, slot])[drafted[sequence, slot]].item()
+            chance = 1.0 if q is None else reference.softmax(q[sequence, slot])[drafted[sequence, slot]].item()
             product *= min(1.0, p / chance)
             expected += product
-        assert acceptance.expected[row].item() == pytest.approx(expected, rel=1e-5)
+        assert acceptance.expected[sequence].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_greedy_acceptance_is_the_leading_run_of_equal_tokens():
@@ -181,12 +183,12 @@ def test_greedy_acceptance_is_the_leading_run_of_equal_tokens():
     scores = torch.randn(40, 4, 3)
     drafted = torch.randint(0, 3, (40, 3))
     acceptance = accept_greedily(drafted, scores)
-    for row in range(40):
+    for sequence in range(40):
         count = 0
-        while count < 3 and drafted[row, count] == scores[row, count].argmax():
+        while count < 3 and drafted[sequence, count] == scores[sequence, count].argmax():
             count += 1
-        assert acceptance.num_accepted[row] == count
-        assert acceptance.next_tokens[row] == scores[row, count].argmax()
+        assert acceptance.num_accepted[sequence] == count
+        assert acceptance.next_tokens[sequence] == scores[sequence, count].argmax()
     assert acceptance.num_accepted.unique().tolist() == [0, 1, 2, 3]
     alone = accept_greedily(drafted[:, :0], scores[:, :1])
     assert torch.equal(alone.next_tokens, scores[:, 0].argmax(-1))
@@ -206,7 +208,7 @@ def test_impossible_proposals_are_never_accepted_and_sure_ones_always():
 
 
 def plain_pairs(target, prompt: torch.Tensor, top_k: int, temperature: float) -> dict[tuple[int, int], float]:
-    """Exact probabilities of the two tokens after a prompt, by asking the target for every one of them."""
+    """Return the exact probabilities of the two tokens after a prompt, by running the target on each first token."""
 
     def best(text: list[int]) -> dict[int, float]:
         with torch.no_grad():
@@ -219,8 +221,8 @@ def plain_pairs(target, prompt: torch.Tensor, top_k: int, temperature: float) ->
 
 
 @pytest.mark.parametrize("how", [{"proposal": "argmax"}, {"proposal": "sample"}, {"tree_size": 12}])
-def test_sampled_rows_of_the_whole_loop_have_the_distribution_of_plain_sampling(how):
-    """Also with `num_return_sequences`. The first token is the prefill's, the second a drafted pass's."""
+def test_sampled_sequences_of_the_whole_loop_have_the_distribution_of_plain_sampling(how):
+    """The sequences come from `num_return_sequences`; the prefill gives the first token, a drafted pass the second."""
     torch.manual_seed(0)
     target = make_target(initializer_range=0.15)
     draft = make_guessing_draft(target)
@@ -228,11 +230,11 @@ def test_sampled_rows_of_the_whole_loop_have_the_distribution_of_plain_sampling(
     settings = {"do_sample": True, "top_k": 4, "temperature": 1.5, "pad_token_id": 0}
     text = target.generate(**inputs, do_sample=False, pad_token_id=0, max_new_tokens=6)
     draft.teach(target, text, 0.0)
-    rows = 600
+    num_sequences = 600
     drafted = speculative_generate(
-        target, draft, **inputs, **settings, max_new_tokens=4, num_return_sequences=rows, **how
+        target, draft, **inputs, **settings, max_new_tokens=4, num_return_sequences=num_sequences, **how
     )
-    assert drafted.sequences.shape == (rows, 8)
+    assert drafted.sequences.shape == (num_sequences, 8)
     assert 1.05 < drafted.statistics.expected_acceptance_length < 4
     for column in (4, 5):  # the pair after the prompt, and the pair after the first of it
         exact: dict[tuple[int, int], float] = {}
@@ -262,7 +264,7 @@ def test_expected_acceptance_of_a_call_is_what_the_targets_probabilities_say():
         target, draft, **inputs, do_sample=True, top_k=4, temperature=1.2, pad_token_id=0, max_new_tokens=3,
         num_return_sequences=400,
     )  # fmt: skip
-    # one pass a row, with one drafted token; the last token of those that reject it takes no draft
+    # Each sequence has one pass with one drafted token. After a rejection the last token needs no draft.
     statistics = decoded.statistics
     assert (statistics.num_verify_passes, statistics.num_plain_passes) == (1, 1)
     assert statistics.verified == [[1]] * 400
@@ -277,7 +279,7 @@ def test_expected_acceptance_of_a_call_is_what_the_targets_probabilities_say():
 
 
 def proposed_tokens(target, draft, texts: torch.Tensor) -> torch.Tensor:
-    """What the guessing draft proposes for slot 1 after each text."""
+    """Return what the guessing draft proposes for slot 1 after each text."""
     context = target_hidden_states(target, texts[:, :-1], texts[:, :-1] >= 0, draft.config.target_layer_ids)
     noise = torch.full((len(texts), 4), 96)
     noise[:, 0] = texts[:, -1]

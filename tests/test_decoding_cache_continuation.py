@@ -1,4 +1,4 @@
-"""Targets with recurrent layers: those that go on from a cache with several tokens, and those that do not."""
+"""The check that a target with recurrent layers can continue from a cache with several tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
 def count_passes(target) -> list[int]:
-    """Tokens of every forward pass from now on."""
+    """Return a list that receives the number of tokens of every later forward pass."""
     passes: list[int] = []
     target.register_forward_pre_hook(
         lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -28,7 +28,7 @@ def count_passes(target) -> list[int]:
 
 @pytest.mark.parametrize("name", [name for name in NOT_CONTINUING if name != "llama4"])
 def test_a_target_that_starts_anew_is_refused_before_the_prefill(name):
-    """Its text would be wrong without any error."""
+    """The text of such a target would be wrong without an error."""
     target = make_family(name)
     target.config.name_or_path = "some/target"
     draft = make_draft(target)
@@ -42,11 +42,11 @@ def test_a_target_that_starts_anew_is_refused_before_the_prefill(name):
     num_probes = len(passes)
     with pytest.raises(ValueError, match=pattern):
         check_cache_continuation(target)
-    assert len(passes) == num_probes  # found out once
+    assert len(passes) == num_probes  # the check runs once
 
 
 def test_a_state_outside_the_cache_is_found_even_if_it_is_carried_on():
-    """RecurrentGemma reads on correctly; only what was rejected cannot be taken back."""
+    """RecurrentGemma continues correctly, but its state cannot be restored after a rejection."""
     target = AutoModelForCausalLM.from_config(
         RecurrentGemmaConfig(
             vocab_size=97,
@@ -95,7 +95,7 @@ def test_a_check_leaves_no_trace_in_the_text():
 
 
 def test_layers_of_unknown_type_are_named_before_the_prefill():
-    """Nothing is known of how such a cache goes on, so the text could be wrong without any error."""
+    """It is unknown how such a cache continues, so the text could be wrong without an error."""
     target = make_family("llama4")
     draft = make_draft(target)
     passes = count_passes(target)

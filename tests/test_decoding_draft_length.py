@@ -15,24 +15,24 @@ def simulate(
     times: LatencyModel | None = None,
     tree_gain: float = 0.0,
     use_trees: bool = False,
-    num_rows: int = 1,
+    num_sequences: int = 1,
     seed: int = 0,
 ) -> tuple[float, list[int]]:
-    """Time and choices on a made-up machine and text: `seconds(tokens)` a pass, `acceptance` of a drafted slot."""
-    now, chance, choices, lengths = 0.0, random.Random(seed), [], [0] * num_rows
+    """Return the time and the choices on a simulated machine and text, with `seconds(tokens)` for each pass."""
+    now, chance, choices, lengths = 0.0, random.Random(seed), [], [0] * num_sequences
     adaptive = AdaptiveDraftLength(times or LatencyModel(6), use_trees, clock=lambda: now)
     while min(lengths) < num_tokens:
         adaptive.start_pass()
-        tokens = adaptive.choose(num_rows)
+        tokens = adaptive.choose(num_sequences)
         counts = []
-        for _ in range(num_rows):
+        for _ in range(num_sequences):
             count = 1
             while count < min(tokens, 6) and chance.random() < acceptance:
                 count += 1
             counts.append(min(6, count + (chance.random() < tree_gain if tokens > 6 else 0)))
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         now += seconds(tokens)
-        adaptive.end_pass(num_rows, tokens, counts)
+        adaptive.end_pass(num_sequences, tokens, counts)
         choices.append(tokens)
     return now, choices
 
@@ -41,24 +41,24 @@ def drafting_costs_a_third(tokens: int) -> float:
     return 1.0 if tokens == 1 else 1.3 + 0.01 * tokens
 
 
-def on_a_moody_machine(seconds, seed: int):
+def on_a_unsteady_machine(seconds, seed: int):
     """Every pass takes up to a fifth longer, and every few dozen passes the machine becomes faster or slower."""
-    chance, mood = random.Random(seed), [1.0]
+    chance, slowness = random.Random(seed), [1.0]
 
-    def moody(tokens: int) -> float:
+    def unsteady(tokens: int) -> float:
         if chance.random() < 0.03:
-            mood[0] = chance.uniform(1.0, 1.6)
-        return seconds(tokens) * mood[0] * chance.uniform(1.0, 1.2)
+            slowness[0] = chance.uniform(1.0, 1.6)
+        return seconds(tokens) * slowness[0] * chance.uniform(1.0, 1.2)
 
-    return moody
+    return unsteady
 
 
 @pytest.mark.parametrize("use_trees", [False, True])
-def test_moods_of_the_machine_do_not_keep_a_useless_draft_in_use_nor_a_good_one_out(use_trees):
+def test_changes_of_the_machines_speed_do_not_keep_a_useless_draft_in_use_nor_a_good_one_out(use_trees):
     shares = {0.0: [], 0.6: []}
     for acceptance in shares:
         for seed in range(10):
-            machine, times = on_a_moody_machine(drafting_costs_a_third, seed), LatencyModel(6)
+            machine, times = on_a_unsteady_machine(drafting_costs_a_third, seed), LatencyModel(6)
             simulate(machine, acceptance, 100, times=times, use_trees=use_trees, tree_gain=0.3 * acceptance)
             _, choices = simulate(
                 machine, acceptance, 300, times=times, use_trees=use_trees, tree_gain=0.3 * acceptance, seed=seed
@@ -84,7 +84,7 @@ def test_text_that_is_guessed_well_is_drafted_in_nearly_every_pass(acceptance):
 
 
 def test_slots_that_cost_more_than_they_bring_are_left_out():
-    """Each slot costs as much as half a plain pass: with 0.6 accepted, two or three slots are best."""
+    """Each slot costs half a plain pass, so two or three slots are best at an acceptance of 0.6."""
     _, choices = simulate(lambda tokens: 1.0 if tokens == 1 else 0.7 + 0.5 * (tokens - 1), 0.6, 600)
     later = choices[60:]
     assert sum(tokens in (1, 2, 3) for tokens in later) / len(later) > 0.85
@@ -116,8 +116,8 @@ def test_a_tree_is_verified_where_more_tokens_cost_little(cost, is_used):
     assert (sum(tokens > 6 for tokens in later) / len(later) > 0.7) == is_used
 
 
-def test_trees_are_not_tried_with_many_rows():
-    _, choices = simulate(drafting_costs_a_third, 0.5, 100, use_trees=True, tree_gain=0.6, num_rows=8)
+def test_trees_are_not_tried_with_many_sequences():
+    _, choices = simulate(drafting_costs_a_third, 0.5, 100, use_trees=True, tree_gain=0.6, num_sequences=8)
     assert max(choices) == 6
 
 
@@ -131,7 +131,7 @@ def test_lengths_that_were_not_tried_lie_between_their_neighbours():
 
 
 def test_a_first_plain_pass_that_was_slow_does_not_keep_the_draft_in_use():
-    """The first pass of a shape may compile something: the draft never guesses right, and still costs a third."""
+    """The first pass of a shape may compile something. The draft is never right here, and costs a third of a pass."""
     slow = {1, 3, 6, 12, 24}
 
     def seconds(tokens: int) -> float:

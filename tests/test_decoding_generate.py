@@ -1,4 +1,4 @@
-"""How decoding with a draft is called: what works, what is refused, and what a call costs."""
+"""Calls of decoding with a draft: those that work, those that are refused, and how often the host waits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_prefill(arguments, message):
-    """Beams and other settings that the loop does not know are not ignored."""
+    """The loop does not ignore beams and other settings that it does not support."""
     target = make_target()
     draft = make_draft(target)
     passes = []
@@ -79,11 +79,11 @@ def test_several_answers_of_greedy_decoding_are_refused_and_several_samples_are_
     )
     assert samples.sequences.shape == (6, 19)
     assert torch.equal(samples.sequences[:, :9], ragged_prompts(2)["input_ids"].repeat_interleave(3, 0))
-    assert len({tuple(row) for row in samples.sequences.tolist()}) == 6
+    assert len({tuple(sequence) for sequence in samples.sequences.tolist()}) == 6
 
 
 def test_what_is_no_draft_and_what_is_another_targets_draft_is_refused():
-    """Cases 29 and 39."""
+    """A wrong object or pair fails before the prefill, with a message that shows the right call."""
     target = make_target()
     draft = make_draft(target)
     how = re.escape(
@@ -122,26 +122,26 @@ def test_an_encoder_decoder_is_refused():
     ],
     ids=lambda config: config.model_type,
 )
-def test_position_biases_that_need_rows_of_equal_length_take_one_row(config):
+def test_position_biases_that_need_sequences_of_equal_length_take_one_sequence(config):
     target = AutoModelForCausalLM.from_config(config).eval()
     draft = make_draft(target, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
     settings = {**GREEDY, "eos_token_id": None}
     plain = target.generate(**PROMPT, **settings)
     assert torch.equal(speculative_generate(target, draft, **PROMPT, **settings).sequences, plain)
     unpadded = {name: value.repeat(2, 1) for name, value in PROMPT.items()}
-    for rows in (ragged_prompts(2), unpadded):
+    for sequences in (ragged_prompts(2), unpadded):
         with pytest.raises(ValueError, match=r"(position bias .ALiBi|its windows).*Decode one sequence at a time"):
-            speculative_generate(target, draft, **rows, **settings)
+            speculative_generate(target, draft, **sequences, **settings)
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_attention_without_a_mask_of_our_own_takes_one_row(padded):
+def test_attention_without_a_mask_of_our_own_takes_one_sequence(padded):
     target = make_target()
     draft = make_draft(target)
     target.config._attn_implementation = "flash_attention_2"
-    rows = ragged_prompts(2) if padded else {name: value.repeat(2, 1) for name, value in PROMPT.items()}
+    sequences = ragged_prompts(2) if padded else {name: value.repeat(2, 1) for name, value in PROMPT.items()}
     with pytest.raises(ValueError, match=r"takes no mask for sequences of different lengths.*one sequence at a time"):
-        speculative_generate(target, draft, **rows, **GREEDY)
+        speculative_generate(target, draft, **sequences, **GREEDY)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -229,7 +229,7 @@ def test_a_pipeline_decodes_with_a_draft(tokenizer):
     decode = functools.partial(dflash_decoding, draft=draft)
     fixed = pipeline("text-generation", model=target, tokenizer=tokenizer, custom_generate=decode)
     assert fixed("hello", **settings) == plain
-    # as `assistant_model` the draft serves the loop of transformers itself, and that has to be said at each call
+    # as `assistant_model` the draft runs in the loop of transformers, which each call has to ask for
     native = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
     with pytest.raises(AttributeError, match="speculation_type='dflash'"):
         native("hello", **settings)
@@ -238,7 +238,7 @@ def test_a_pipeline_decodes_with_a_draft(tokenizer):
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations at which the host has to wait for the values of a tensor."""
+    """Record the operations at which the host has to wait for the values of a tensor."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "bincount")
 
@@ -258,12 +258,14 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize(
     "settings", [{}, {"do_sample": True, "top_k": 5}, {"repetition_penalty": 1.3}, {"tree_size": 9}]
 )
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_sequences", [1, 4])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_the_host_waits_once_a_pass(name, num_rows, settings, monkeypatch):
+def test_the_host_waits_once_a_pass(name, num_sequences, settings, monkeypatch):
     target = make_family(name)
     draft = make_draft(target)
-    inputs = ragged_prompts(num_rows) if num_rows > 1 else PROMPT  # a lone padded row has the mask of transformers
+    inputs = (
+        ragged_prompts(num_sequences) if num_sequences > 1 else PROMPT
+    )  # transformers makes the mask of a single padded sequence
     passes, lists = [], []
     own_tolist = torch.Tensor.tolist
     with Waits() as waits:
@@ -289,7 +291,7 @@ def test_the_host_waits_once_a_pass(name, num_rows, settings, monkeypatch):
     monkeypatch.undo()
     per_pass = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in itertools.pairwise(passes[1:])]
     assert len(per_pass) > 3
-    # what was committed, read at once; nothing else
+    # the host reads the committed tokens at once, and nothing else
     assert {lists for lists, _ in per_pass} == {1}
     assert {scalars for _, scalars in per_pass} == {0}
     assert output.statistics.num_verify_passes > 3

@@ -1,4 +1,4 @@
-"""Query heads of a group in one line: the numbers of transformers' SDPA, and its configuration afterwards."""
+"""Grouped-query SDPA gives the numbers of transformers' SDPA and restores the configuration."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 9}
 PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
 
 
-def layer_inputs(groups: int, num_queries: int = 5, rows: int = 2):
-    """A layer and its inputs; keys and values are views into longer buffers, as a cache hands them over."""
+def layer_inputs(groups: int, num_queries: int = 5, num_sequences: int = 2):
+    """Make a layer and its inputs; keys and values are views into longer buffers, as a cache returns them."""
     torch.manual_seed(groups)
     layer = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
-    query = torch.randn(rows, num_queries, 2 * groups, 8).transpose(1, 2)
-    key, value = torch.randn(rows, 2, 40, 8)[:, :, 3:20], torch.randn(rows, 2, 40, 6)[:, :, 3:20]
+    query = torch.randn(num_sequences, num_queries, 2 * groups, 8).transpose(1, 2)
+    key, value = torch.randn(num_sequences, 2, 40, 8)[:, :, 3:20], torch.randn(num_sequences, 2, 40, 6)[:, :, 3:20]
     return layer, query, key, value
 
 
-def random_mask(rows: int, num_queries: int, num_keys: int = 17) -> torch.Tensor:
-    mask = torch.rand(rows, 1, num_queries, num_keys) < 0.6
+def random_mask(num_sequences: int, num_queries: int, num_keys: int = 17) -> torch.Tensor:
+    mask = torch.rand(num_sequences, 1, num_queries, num_keys) < 0.6
     mask[..., 0] = True
     return mask
 
@@ -53,7 +53,7 @@ def test_packed_attention_is_that_of_transformers(groups, mask_queries, scaling,
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_a_mask_that_all_rows_share_is_enough():
+def test_a_mask_that_all_sequences_share_is_enough():
     layer, query, key, value = layer_inputs(3)
     mask = random_mask(1, 5)
     expected, _ = sdpa_attention_forward(layer, query, key, value, mask)
@@ -151,7 +151,7 @@ def test_passes_of_a_call_are_packed_and_its_prefill_is_not():
 
 
 def test_a_target_that_does_not_look_its_attention_up_by_name_writes_the_text_of_plain_generation():
-    """Falcon compares the name itself."""
+    """Falcon compares the name of its attention function itself."""
     torch.manual_seed(0)
     config = FalconConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, initializer_range=0.3,

@@ -1,4 +1,4 @@
-"""The cache of rows that grow at their own pace, against lists of what each row wrote."""
+"""The cache of sequences of different lengths, compared with lists of what each sequence wrote."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def config(**overrides) -> LlamaConfig:
 
 
 def keys_of(columns: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random keys `[rows, 2 heads, written, 3]`."""
+    """Make random keys of shape `[sequences, 2 heads, written, 3]`."""
     return torch.randn(len(columns), 2, columns.shape[1], 3, generator=generator)
 
 
 def test_every_visible_column_holds_what_was_written_there_last():
-    """Blocks accepted in part, rows that leave, and more columns than the first buffers have."""
+    """Blocks are accepted in part, sequences leave, and the text outgrows the first buffers."""
     generator = torch.Generator().manual_seed(0)
-    cache, num_rows = RaggedCache(config()), 4
-    written = reference.RowLists(num_rows)
-    lengths = [0] * num_rows
+    cache, num_sequences = RaggedCache(config()), 4
+    written = reference.SequenceLists(num_sequences)
+    lengths = [0] * num_sequences
     for step in range(180):
         count = 9 if step == 0 else int(torch.randint(1, 5, (), generator=generator))
         columns = torch.tensor(lengths)[:, None] + torch.arange(count)
         start, end = min(lengths), max(lengths) + count
-        cache.place(start, end, columns if num_rows > 1 and step else None)
+        cache.place(start, end, columns if num_sequences > 1 and step else None)
         keys = keys_of(columns, generator)
         values = -keys
         written.write(columns.tolist(), keys)
@@ -41,22 +41,22 @@ def test_every_visible_column_holds_what_was_written_there_last():
             got_keys, got_values = cache.update(keys, values, layer)
             first = cache.first_column(window)
             assert first == (0 if window is None else max(0, start - WINDOW + 1))
-            assert got_keys.shape == (num_rows, 2, end - first, 3)
+            assert got_keys.shape == (num_sequences, 2, end - first, 3)
             assert cache.layers[layer].get_mask_sizes(count) == (end - first, first)
-            for row, length in enumerate(lengths):
+            for sequence, length in enumerate(lengths):
                 for column in range(first, length + count):
-                    assert torch.equal(got_keys[row, :, column - first], written.rows[row][column])
-                    assert torch.equal(got_values[row, :, column - first], -written.rows[row][column])
+                    assert torch.equal(got_keys[sequence, :, column - first], written.sequences[sequence][column])
+                    assert torch.equal(got_values[sequence, :, column - first], -written.sequences[sequence][column])
             assert got_keys.isfinite().all()
-        accepted = torch.randint(1, count + 1, (num_rows,), generator=generator).tolist()
+        accepted = torch.randint(1, count + 1, (num_sequences,), generator=generator).tolist()
         lengths = [length + (9 if step == 0 else kept) for length, kept in zip(lengths, accepted, strict=True)]
         if step in (40, 80, 120):
-            keep = [row for row in range(num_rows) if row != 1]
+            keep = [sequence for sequence in range(num_sequences) if sequence != 1]
             cache.batch_select_indices(torch.tensor(keep))
             written.keep(keep)
-            lengths, num_rows = [lengths[row] for row in keep], num_rows - 1
+            lengths, num_sequences = [lengths[sequence] for sequence in keep], num_sequences - 1
     assert max(lengths) > GROWTH_COLUMNS + 20
-    assert cache.layers[1].keys.shape[2] < 1.3 * GROWTH_COLUMNS + 40  # a sliding layer lets go of what it hides
+    assert cache.layers[1].keys.shape[2] < 1.3 * GROWTH_COLUMNS + 40  # a sliding layer drops hidden columns
 
 
 def test_keys_for_nobody_are_written_where_nobody_looks():
@@ -71,8 +71,8 @@ def test_keys_for_nobody_are_written_where_nobody_looks():
 
 
 @pytest.mark.parametrize("name", each_family("qwen3_5", "lfm2", "falcon_h1"))
-def test_recurrent_states_go_back_row_by_row(name):
-    """A clone is kept: models change their states in place."""
+def test_recurrent_states_go_back_sequence_by_sequence(name):
+    """The cache saves copies, because models change their states in place."""
     target = make_family(name)
     cache = RaggedCache(target.config)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Logits processors in a block see what they see in plain generation."""
+"""Logits processors see the same texts and scores in a block as in plain generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 16}
 
 
 class AvoidsWhatWasThreeBefore(LogitsProcessor):
-    """Depends on the text by place: forbids the token three columns before, and the parity of the length."""
+    """Forbid the token three columns before, and tokens of the parity of the length."""
 
     def __call__(self, input_ids, scores):
         scores = scores.scatter(1, input_ids[:, -3:-2], -torch.inf)
@@ -42,12 +42,12 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_sequences", [1, 4])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_greedy_text_with_processors_equals_plain_generation(name, num_rows):
+def test_greedy_text_with_processors_equals_plain_generation(name, num_sequences):
     target = make_target()
     draft = make_guessing_draft(target)
-    inputs = ragged_prompts(num_rows, seed=num_rows)
+    inputs = ragged_prompts(num_sequences, seed=num_sequences)
 
     ends = {}
 
@@ -57,7 +57,7 @@ def test_greedy_text_with_processors_equals_plain_generation(name, num_rows):
             given["logits_processor"] = LogitsProcessorList(given["logits_processor"])
         return given
 
-    if num_rows > 1:  # rows that leave shift the others
+    if num_sequences > 1:  # finished sequences shift the indices of the others
         texts = target.generate(**inputs, **settings())
         ends["eos_token_id"] = [int(texts[0, 13]), int(texts[1, 18])]
     plain = target.generate(**inputs, **settings())
@@ -81,26 +81,28 @@ def test_processors_that_look_at_scores_alone_take_one_call_for_a_block():
     tokens = torch.randint(0, 11, (3, 9), generator=generator)
     scores = torch.randn(3, 4, 11, generator=generator)
     penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.5)
-    # a subclass may look at the text, so it is shown the text
+    # a subclass may use the text, so it has to see it
     BlockLogitsProcessor(LogitsProcessorList([Counting(0.5)]), 3)(tokens, [3, 5, 4], scores)
     assert calls == [(1, 11)] * 12
     for processor in (*(kind(0.5) for kind in PREFIX_FREE[:1]), logits_process.TopKLogitsWarper(3), penalty):
         block = BlockLogitsProcessor(LogitsProcessorList([processor]), 3)(tokens, [3, 5, 4], scores)
-        for row, length in enumerate([3, 5, 4]):
+        for sequence, length in enumerate([3, 5, 4]):
             for slot in range(4):
-                alone = processor(tokens[row : row + 1, : length + slot], scores[row : row + 1, slot].clone())
-                torch.testing.assert_close(block[row, slot], alone[0], atol=0, rtol=0)
+                alone = processor(
+                    tokens[sequence : sequence + 1, : length + slot], scores[sequence : sequence + 1, slot].clone()
+                )
+                torch.testing.assert_close(block[sequence, slot], alone[0], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5, "suppress_tokens": [4, 5]}])
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_scores_and_logits_equal_those_of_plain_generation(settings, num_rows):
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_scores_and_logits_equal_those_of_plain_generation(settings, num_sequences):
     target = make_target()
     draft = make_guessing_draft(target)
-    inputs = ragged_prompts(num_rows, seed=3)
+    inputs = ragged_prompts(num_sequences, seed=3)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     texts = target.generate(**inputs, **GREEDY, **settings)
-    ends = [int(row[12 + 2 * index]) for index, row in enumerate(texts[:-1])] or None
+    ends = [int(sequence[12 + 2 * index]) for index, sequence in enumerate(texts[:-1])] or None
     plain = target.generate(**inputs, **GREEDY, **settings, **wanted, eos_token_id=ends)
     draft.teach(target, texts, 0.3)
     drafted = speculative_generate(target, draft, **inputs, **GREEDY, **settings, **wanted, eos_token_id=ends)
@@ -110,13 +112,13 @@ def test_scores_and_logits_equal_those_of_plain_generation(settings, num_rows):
         ours, theirs = getattr(drafted, name), getattr(plain, name)
         assert len(ours) == len(theirs) == num_steps
         for step in range(num_steps):
-            assert ours[step].shape == (num_rows, 97)
+            assert ours[step].shape == (num_sequences, 97)
             assert ours[step].dtype == torch.float32
-            for row in range(num_rows):
-                if plain.sequences[row, 9 + step] != 0:
-                    torch.testing.assert_close(ours[step][row], theirs[step][row], atol=2e-5, rtol=1e-5)
-                else:  # the row had ended
-                    assert ours[step][row].eq(0).all()
+            for sequence in range(num_sequences):
+                if plain.sequences[sequence, 9 + step] != 0:
+                    torch.testing.assert_close(ours[step][sequence], theirs[step][sequence], atol=2e-5, rtol=1e-5)
+                else:  # the sequence had ended
+                    assert ours[step][sequence].eq(0).all()
     transitions = [
         target.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
         for output in (plain, drafted)
@@ -135,7 +137,7 @@ def test_processors_with_a_state_are_refused():
     with pytest.raises(ValueError, match=r"UnbatchedClassifierFreeGuidance.* keeps a state .* Use plain generate"):
         speculative_generate(target, draft, prompt, guidance_scale=1.5, **GREEDY)
 
-    def allowed(row: int, text: torch.Tensor) -> list[int]:
+    def allowed(sequence: int, text: torch.Tensor) -> list[int]:
         return [7, 8, 9]
 
     inputs = ragged_prompts(2)

@@ -29,41 +29,41 @@ ALWAYS, SOMETIMES, NEVER = 0.0, 0.3, 1.1  # share of wrong guesses
 
 
 def end_tokens(texts: torch.Tensor, num_columns: int) -> list[int]:
-    """Tokens at which about half of the rows end, each somewhere else."""
-    return [int(row[num_columns + 3 + 4 * index]) for index, row in enumerate(texts[: len(texts) // 2])]
+    """Return tokens at which about half of the sequences end, each at another place."""
+    return [int(sequence[num_columns + 3 + 4 * index]) for index, sequence in enumerate(texts[: len(texts) // 2])]
 
 
 @pytest.mark.parametrize("name", each_family(*FAMILIES, *STATE_SPACE))
 def test_greedy_text_of_every_family_equals_plain_generation(name):
-    """Alone and in a ragged batch; guesses right, sometimes right, never right; rows end at several times."""
+    """Single and ragged batches, drafts that are always, sometimes and never right, and ends at several places."""
     target = make_family(name)
     draft = make_guessing_draft(target)
     num_near_ties, lengths, acceptance_lengths = 0, set(), {}
-    for num_rows in (1, 5):
-        inputs = ragged_prompts(num_rows, seed=num_rows)
+    for num_sequences in (1, 5):
+        inputs = ragged_prompts(num_sequences, seed=num_sequences)
         plain = texts = target.generate(**inputs, **GREEDY, max_new_tokens=17)
         ends = end_tokens(texts, 9) or None
         if ends is not None:
             plain = target.generate(**inputs, **GREEDY, max_new_tokens=17, eos_token_id=ends)
-        lengths |= {int((row[9:] != 0).sum()) for row in plain}
+        lengths |= {int((sequence[9:] != 0).sum()) for sequence in plain}
         for wrong_share in (ALWAYS, SOMETIMES, NEVER):
             draft.teach(target, texts, wrong_share)
             drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=17, eos_token_id=ends)
             num_near_ties += count_near_ties(target, inputs, plain, drafted.sequences)
-            acceptance_lengths[num_rows, wrong_share] = drafted.statistics.acceptance_length
+            acceptance_lengths[num_sequences, wrong_share] = drafted.statistics.acceptance_length
     assert num_near_ties <= 1
     assert len(lengths) > 1
-    for num_rows in (1, 5):
-        right, sometimes, never = (acceptance_lengths[num_rows, share] for share in (ALWAYS, SOMETIMES, NEVER))
+    for num_sequences in (1, 5):
+        right, sometimes, never = (acceptance_lengths[num_sequences, share] for share in (ALWAYS, SOMETIMES, NEVER))
         assert right > 1.1 * sometimes > 1.4 * never
-        assert never < 1.1  # not exactly 1 where two rows have the same token at the same place
+        assert never < 1.1  # not exactly 1 where two sequences have the same token at the same place
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_text_of_a_multimodal_target_equals_plain_generation(num_rows):
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_text_of_a_multimodal_target_equals_plain_generation(num_sequences):
     target = make_multimodal()
     draft = make_guessing_draft(target)
-    inputs = ragged_prompts(num_rows, seed=6)
+    inputs = ragged_prompts(num_sequences, seed=6)
     inputs["input_ids"].clamp_(max=91)
     plain = target.generate(**inputs, **GREEDY, max_new_tokens=12, suppress_tokens=[92, 93, 94, 95])
     assert len(set(plain[0, 9:].tolist())) > 5
@@ -88,7 +88,7 @@ def test_a_difference_from_plain_text_is_excused_at_a_near_tie_alone():
 
 
 def test_greedy_text_equals_plain_generation_on_fifty_prompts():
-    """One by one, and seven at a time."""
+    """The prompts are decoded one by one, and seven at a time."""
     target = make_target()
     draft = make_guessing_draft(target)
     inputs = ragged_prompts(50)
@@ -96,22 +96,22 @@ def test_greedy_text_equals_plain_generation_on_fifty_prompts():
     num_near_ties = 0
     for size in (1, 7):
         for start in range(0, 50, size):
-            rows = slice(start, start + size)
-            draft.teach(target, plain[rows], SOMETIMES)
-            part = {name: values[rows] for name, values in inputs.items()}
+            sequences = slice(start, start + size)
+            draft.teach(target, plain[sequences], SOMETIMES)
+            part = {name: values[sequences] for name, values in inputs.items()}
             if size == 1:
-                part = {name: values[inputs["attention_mask"][rows] == 1][None] for name, values in part.items()}
+                part = {name: values[inputs["attention_mask"][sequences] == 1][None] for name, values in part.items()}
             drafted = target.generate(
                 **part, **GREEDY, max_new_tokens=12, custom_generate=dflash_decoding, draft=draft
             )
-            answers = plain[rows, -part["input_ids"].shape[1] - 12 :]
+            answers = plain[sequences, -part["input_ids"].shape[1] - 12 :]
             num_near_ties += count_near_ties(target, part, answers, drafted)
     assert num_near_ties == 0
 
 
 @pytest.mark.parametrize("name", each_family("gemma2", "mistral"))
 def test_a_text_beyond_window_and_first_buffer_equals_plain_generation(name, monkeypatch):
-    """Buffers grow, and a sliding layer lets go of what it no longer sees."""
+    """Buffers grow, and a sliding layer drops columns that it no longer sees."""
     monkeypatch.setattr("dflash_hf.decoding.kv_cache.GROWTH_COLUMNS", 16)
     target = make_family(name)
     draft = make_guessing_draft(target, layer_types=["sliding_attention", "full_attention"], sliding_window=9)
@@ -132,12 +132,12 @@ def test_a_text_beyond_window_and_first_buffer_equals_plain_generation(name, mon
     ],
 )
 @pytest.mark.parametrize("tree_size", [None, 12])
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, num_rows, tree_size):
-    """Cases 2, 3, 19: full, causal and sliding layers; rows at different places, after any pattern of acceptance."""
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, num_sequences, tree_size):
+    """Full, causal and sliding layers agree, with sequences at different places after any pattern of acceptance."""
     target = make_target()
     draft = make_guessing_draft(target, **variant)
-    inputs = ragged_prompts(num_rows, seed=2)
+    inputs = ragged_prompts(num_sequences, seed=2)
     texts = target.generate(**inputs, **GREEDY, max_new_tokens=24)
     draft.teach(target, texts, 0.6 if tree_size else SOMETIMES, second_share=0.8)
     decoded = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=24, tree_size=tree_size)
@@ -148,9 +148,9 @@ def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, n
         others = [other for other in draft.answers if other is not answer]
         served = {
             place: states
-            for row, place, states in draft.own_hidden
-            # the guessing draft takes a row for another one that has the same token at the same place
-            if row == index
+            for sequence, place, states in draft.own_hidden
+            # the guessing draft confuses sequences that have the same token at the same place
+            if sequence == index
             and place + 4 <= len(answer)
             and all(answer[place] not in o[place : place + 1] for o in others)
         }
@@ -179,7 +179,7 @@ def test_draft_states_while_decoding_equal_those_of_the_training_call(variant, n
         for place, block in zip(sorted(served), blocks, strict=True):
             torch.testing.assert_close(served[place], block, atol=1e-5, rtol=1e-5)
             num_compared += 1
-    assert num_compared >= 5 * num_rows
+    assert num_compared >= 5 * num_sequences
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
@@ -194,8 +194,8 @@ def test_the_draft_projects_the_state_of_every_token_once(name):
     decoded = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=23)
     handle.remove()
     last_anchor = draft.own_hidden[-1][1]
-    assert sum(rows * columns for rows, columns in projected) == last_anchor  # columns 0 … last_anchor - 1
-    # one projection a drafting pass: the prompt first, then what the pass before committed
+    assert sum(count * columns for count, columns in projected) == last_anchor  # columns 0 … last_anchor - 1
+    # each drafting pass projects once: first the prompt, then what the previous pass committed
     committed = decoded.statistics.committed[0]
     assert [columns for _, columns in projected] == [5, *committed[:-1]]
 
@@ -215,8 +215,8 @@ def test_every_dtype_pair_decodes(target_dtype, draft_dtype, settings):
         return
     if target_dtype == torch.float32:
         assert torch.equal(drafted, target.generate(**inputs, **GREEDY, max_new_tokens=12))
-    for row, mask in zip(drafted, inputs["attention_mask"], strict=True):
-        text = row[int((mask == 0).sum()) :][None]
+    for sequence, mask in zip(drafted, inputs["attention_mask"], strict=True):
+        text = sequence[int((mask == 0).sum()) :][None]
         logits = target(text, use_cache=False).logits[0, -13:-1].float()
         missed = logits.max(-1).values - logits.gather(1, text[0, -12:, None])[:, 0]
         assert missed.max() < 0.15  # logits of about 10 have steps of 0.06 in bf16
@@ -272,4 +272,4 @@ def test_fewer_verified_slots_give_the_same_text(name, block_size):
         assert draft.own_hidden == []
     else:
         assert statistics.acceptance_length > 0.9 * block_size
-        assert max(count for row in statistics.committed for count in row) == block_size
+        assert max(count for sequence in statistics.committed for count in sequence) == block_size

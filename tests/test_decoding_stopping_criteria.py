@@ -1,4 +1,4 @@
-"""Decoding with a draft ends where plain generation ends, and streamers see what they see there."""
+"""Decoding with a draft ends where plain generation ends, and streamers receive the same tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNUSED = 1  # a token that no text here has
 
 
 def taught_pair(inputs, wrong_share: float, name: str = "llama", **settings):
-    """A pair whose draft knows the greedy text of a batch, and that text."""
+    """Return a pair whose draft knows the greedy text of a batch, and that text."""
     target = make_family(name)
     draft = make_guessing_draft(target)
     texts = target.generate(**inputs, **GREEDY, **{"max_new_tokens": 24, **settings})
@@ -35,19 +35,19 @@ def taught_pair(inputs, wrong_share: float, name: str = "llama", **settings):
 
 
 @pytest.mark.parametrize("wrong_share", [ALWAYS, NEVER])
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_every_max_new_tokens_gives_as_many_tokens_as_plain(wrong_share, num_rows):
-    """From 1 to 2B + 1 tokens, everything accepted and everything rejected."""
-    inputs = ragged_prompts(num_rows, seed=1)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_every_max_new_tokens_gives_as_many_tokens_as_plain(wrong_share, num_sequences):
+    """From 1 to 2B + 1 tokens, with everything accepted and everything rejected."""
+    inputs = ragged_prompts(num_sequences, seed=1)
     target, draft, texts = taught_pair(inputs, wrong_share)
     for count in range(1, 10):
         drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=count)
         assert torch.equal(drafted.sequences, texts[:, : 9 + count])
         statistics = drafted.statistics
-        assert statistics.num_tokens == num_rows * count
-        committed = [sum(row) for row in statistics.committed]
+        assert statistics.num_tokens == num_sequences * count
+        committed = [sum(sequence) for sequence in statistics.committed]
         assert all(total <= count - 1 for total in committed)
-        if wrong_share == ALWAYS and num_rows == 1:
+        if wrong_share == ALWAYS and num_sequences == 1:
             # the prefill gives one token, and the last one alone needs no draft
             assert statistics.committed == [[4] * ((count - 1) // 4) + [(count - 1) % 4] * ((count - 1) % 4 > 1)]
     by_length = speculative_generate(target, draft, **inputs, **GREEDY, max_length=14)
@@ -56,7 +56,7 @@ def test_every_max_new_tokens_gives_as_many_tokens_as_plain(wrong_share, num_row
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_an_end_token_in_every_slot_ends_the_text_there(name):
-    """Alone and among others, with the streamer and the passes that saw it."""
+    """The streamer and the passes see no token after the end."""
     inputs = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
     target, draft, texts = taught_pair(inputs, ALWAYS, name)
     answer, last_counts = texts[0, 3:].tolist(), set()
@@ -80,33 +80,33 @@ def test_an_end_token_in_every_slot_ends_the_text_there(name):
 
 
 @pytest.mark.parametrize("wrong_share", [ALWAYS, SOMETIMES])
-def test_rows_end_each_at_its_own_token_and_cost_nothing_after(wrong_share):
+def test_sequences_end_each_at_its_own_token_and_cost_nothing_after(wrong_share):
     inputs = ragged_prompts(6, seed=5)
     target, draft, texts = taught_pair(inputs, wrong_share)
-    ends = [int(texts[row, 9 + 3 * row + 1]) for row in range(5)]
+    ends = [int(texts[sequence, 9 + 3 * sequence + 1]) for sequence in range(5)]
     plain = target.generate(**inputs, **GREEDY, max_new_tokens=24, eos_token_id=ends)
-    rows_of_passes, passes = [], []
+    sequences_of_passes, passes = [], []
     handle = target.register_forward_pre_hook(
-        lambda module, args, kwargs: rows_of_passes.append(len(kwargs["input_ids"])), with_kwargs=True
+        lambda module, args, kwargs: sequences_of_passes.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     drafted = speculative_generate(
         target, draft, **inputs, **GREEDY, max_new_tokens=24, eos_token_id=ends, on_pass=passes.append
     )
     handle.remove()
     assert torch.equal(drafted.sequences, plain)
-    lengths = [int((plain[row, 9:] != 0).sum()) for row in range(6)]
+    lengths = [int((plain[sequence, 9:] != 0).sum()) for sequence in range(6)]
     assert len(set(lengths)) >= 4
-    assert rows_of_passes == [len(verify_pass.batch_indices) for verify_pass in passes]
-    assert rows_of_passes[0] == 6
-    assert rows_of_passes[-1] < 6
-    assert rows_of_passes == sorted(rows_of_passes, reverse=True)
-    written = {row: [] for row in range(6)}
+    assert sequences_of_passes == [len(verify_pass.batch_indices) for verify_pass in passes]
+    assert sequences_of_passes[0] == 6
+    assert sequences_of_passes[-1] < 6
+    assert sequences_of_passes == sorted(sequences_of_passes, reverse=True)
+    written = {sequence: [] for sequence in range(6)}
     for verify_pass in passes:
-        for row, tokens in zip(verify_pass.batch_indices, verify_pass.token_ids, strict=True):
+        for sequence, tokens in zip(verify_pass.batch_indices, verify_pass.token_ids, strict=True):
             assert tokens
-            written[row] += tokens
-    assert [len(written[row]) for row in range(6)] == lengths
-    assert all(written[row] == plain[row, 9 : 9 + lengths[row]].tolist() for row in range(6))
+            written[sequence] += tokens
+    assert [len(written[sequence]) for sequence in range(6)] == lengths
+    assert all(written[sequence] == plain[sequence, 9 : 9 + lengths[sequence]].tolist() for sequence in range(6))
     assert drafted.statistics.num_tokens == sum(lengths)
 
 
@@ -134,7 +134,7 @@ def test_a_pass_says_which_tokens_the_draft_proposed():
 
 
 class EndsAtSum(StoppingCriteria):
-    """Ends a row whose new tokens add up to a multiple of seven; looks at the whole text, as a user's rule may."""
+    """End a sequence whose new tokens add up to a multiple of seven, which depends on the whole text."""
 
     def __init__(self, num_columns: int) -> None:
         self.num_columns = num_columns
@@ -144,46 +144,46 @@ class EndsAtSum(StoppingCriteria):
 
 
 class EndsForAll(StoppingCriteria):
-    """Ends everything at a length, with one bool for the batch."""
+    """End all sequences at a length, with one bool for the batch."""
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids.shape[1] >= 16
 
 
 @pytest.mark.parametrize("wrong_share", [ALWAYS, SOMETIMES])
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("num_sequences", [1, 5])
 @pytest.mark.parametrize(
     "criterion", [EndsAtSum(9), EndsForAll(), MaxLengthCriteria(13)], ids=lambda criterion: type(criterion).__name__
 )
-def test_criteria_of_the_user_see_every_token(criterion, num_rows, wrong_share):
-    inputs = ragged_prompts(num_rows, seed=7)
+def test_criteria_of_the_user_see_every_token(criterion, num_sequences, wrong_share):
+    inputs = ragged_prompts(num_sequences, seed=7)
     target, draft, _ = taught_pair(inputs, wrong_share)
     settings = {**GREEDY, "max_new_tokens": 24, "stopping_criteria": StoppingCriteriaList([criterion])}
-    # plain generation writes on after the end of a row, until all have ended, unless there is some end token
+    # without an end token, plain generation continues a finished sequence until all have finished
     plain = target.generate(**inputs, **settings, eos_token_id=UNUSED)
     assert not plain[:, 9:].eq(UNUSED).any()
-    assert plain.shape[1] < 33 or num_rows > 1
+    assert plain.shape[1] < 33 or num_sequences > 1
     assert torch.equal(speculative_generate(target, draft, **inputs, **settings, eos_token_id=UNUSED).sequences, plain)
     assert torch.equal(speculative_generate(target, draft, **inputs, **settings).sequences, plain)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_time_that_is_up_ends_after_the_next_token(num_rows):
-    inputs = ragged_prompts(num_rows)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_time_that_is_up_ends_after_the_next_token(num_sequences):
+    inputs = ragged_prompts(num_sequences)
     target, draft, texts = taught_pair(inputs, ALWAYS)
     drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=24, max_time=1e-9)
     assert torch.equal(drafted.sequences, texts[:, :10])
 
 
 @pytest.mark.parametrize("wrong_share", [ALWAYS, SOMETIMES])
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_stop_strings_end_a_text_inside_a_block(tokenizer, num_rows, wrong_share):
-    """As an argument and as a criterion; each row at its own one."""
-    target, draft, inputs, settings, texts = letters_pair(tokenizer, wrong_share, num_rows)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_stop_strings_end_a_text_inside_a_block(tokenizer, num_sequences, wrong_share):
+    """Stop strings come as an argument and as a criterion, and each sequence ends at its own one."""
+    target, draft, inputs, settings, texts = letters_pair(tokenizer, wrong_share, num_sequences)
     start = inputs["input_ids"].shape[1]
     lengths = set()
     for first in range(2, 9):
-        stop_strings = [tokenizer.decode(row[start + first + i :][:2]) for i, row in enumerate(texts)]
+        stop_strings = [tokenizer.decode(sequence[start + first + i :][:2]) for i, sequence in enumerate(texts)]
         plain = target.generate(**inputs, **settings, stop_strings=stop_strings, tokenizer=tokenizer)
         drafted = speculative_generate(
             target, draft, **inputs, **settings, stop_strings=stop_strings, tokenizer=tokenizer
@@ -238,7 +238,7 @@ def test_a_streamer_gets_the_same_calls_as_in_plain_generation():
     assert recorders[1].puts == recorders[0].puts
 
 
-def test_a_streamer_for_several_rows_is_refused():
+def test_a_streamer_for_several_sequences_is_refused():
     target = make_target()
     draft, recorder = make_draft(target), Recorder()
     with pytest.raises(ValueError, match=r"A streamer takes the tokens of one sequence, and the batch has 3.*on_pass"):

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: the tables, what is accepted, and the text of the whole loop."""
+"""Trees of drafted tokens: their tables, their acceptance rule, and the text of the whole loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dflash_hf.decoding.tree import FIRST_CHOICE_PROBABILITY, MAX_RANKS, RANK_EX
 CPU = torch.device("cpu")
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-NUM_DRAWS, VOCABULARY = 20_000, 7
+NUM_SAMPLES, VOCABULARY = 20_000, 7
 LEAST_P_VALUE = 1e-3  # the seed is fixed; a wrong rule gives less than 1e-9
 
 
@@ -63,35 +63,38 @@ def test_a_tree_has_the_likeliest_nodes_and_no_more_than_there_are(num_slots):
 
 
 def tokens_of(tree, rankings: torch.Tensor) -> torch.Tensor:
-    """Drafted tokens of the nodes, from the draft's ranking at each slot `[rows, slots - 1, ranks]`."""
+    """Return the drafted tokens of the nodes from the draft's ranking `[sequences, slots - 1, ranks]`."""
     return rankings[:, tree.depths[1:] - 1, tree.ranks[1:]]
 
 
-def random_rankings(rows: int, tree) -> torch.Tensor:
-    """Some tokens come early more often than others: a draft without a liking could hide a bias."""
-    liking = torch.rand(rows, tree.num_slots - 1, VOCABULARY) * torch.arange(1, VOCABULARY + 1)
+def random_rankings(num_sequences: int, tree) -> torch.Tensor:
+    """Rank some tokens first more often than others, because a uniform draft could hide a bias."""
+    liking = torch.rand(num_sequences, tree.num_slots - 1, VOCABULARY) * torch.arange(1, VOCABULARY + 1)
     return liking.argsort(-1, descending=True)[..., : tree.num_ranks]
 
 
 @pytest.mark.parametrize(("num_slots", "num_nodes"), [(1, 1), (2, 2), (2, 4), (3, 8), (4, 4), (4, 14)])
 def test_greedy_acceptance_is_a_walk_from_node_to_child(num_slots, num_nodes):
     torch.manual_seed(0)
-    tree, rows = draft_tree(num_slots, num_nodes, CPU), 300
-    drafted, scores = tokens_of(tree, random_rankings(rows, tree)), torch.randn(rows, tree.num_nodes, VOCABULARY)
+    tree, num_sequences = draft_tree(num_slots, num_nodes, CPU), 300
+    drafted, scores = (
+        tokens_of(tree, random_rankings(num_sequences, tree)),
+        torch.randn(num_sequences, tree.num_nodes, VOCABULARY),
+    )
     acceptance, node = accept_in_tree(drafted, scores, tree, do_sample=False)
     chosen = scores.argmax(-1)
-    for row in range(rows):
-        path = reference.tree_walk(tree.parents.tolist(), drafted[row].tolist(), chosen[row].tolist())
-        assert acceptance.num_accepted[row] == len(path)
-        assert node[row] == [0, *path][-1]
-        assert tree.paths[node[row], 1 : len(path) + 1].tolist() == path
-        assert acceptance.next_tokens[row] == chosen[row, node[row]]
-        assert acceptance.expected[row] == len(path) + 1
+    for sequence in range(num_sequences):
+        path = reference.tree_walk(tree.parents.tolist(), drafted[sequence].tolist(), chosen[sequence].tolist())
+        assert acceptance.num_accepted[sequence] == len(path)
+        assert node[sequence] == [0, *path][-1]
+        assert tree.paths[node[sequence], 1 : len(path) + 1].tolist() == path
+        assert acceptance.next_tokens[sequence] == chosen[sequence, node[sequence]]
+        assert acceptance.expected[sequence] == len(path) + 1
     assert len(acceptance.num_accepted.unique()) >= min(num_slots, 3)
 
 
 class Bigram:
-    """A target whose scores after a token are a row of a table; a draft that ranks at random, anew in each row."""
+    """A target whose scores after a token are a row of a table, and a draft that ranks at random."""
 
     def __init__(self, kind: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -109,7 +112,7 @@ class Bigram:
         return [(p * q).item() for token, p in enumerate(first) for q in reference.softmax(self.table[token])]
 
     def run(self, tree, anchors: torch.Tensor, accept) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        """One pass: its first two tokens, -1 for a second one that it did not commit; mean committed and expected."""
+        """Return the first two tokens of a pass (-1 if it did not commit a second), and the mean counts."""
         drafted = tokens_of(tree, random_rankings(len(anchors), tree))
         scores = self.table[torch.cat([anchors[:, None], drafted], dim=1)]
         acceptance, node = accept(drafted, scores, tree, do_sample=True)
@@ -121,8 +124,8 @@ class Bigram:
         committed_mean = (acceptance.num_accepted + 1.0).mean().item()
         return committed[:, 0], second, committed_mean, acceptance.expected.mean().item()
 
-    def draw_pairs(self, tree, accept=accept_in_tree) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second, *_ = self.run(tree, torch.full((NUM_DRAWS,), self.anchor), accept)
+    def sample_pairs(self, tree, accept=accept_in_tree) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second, *_ = self.run(tree, torch.full((NUM_SAMPLES,), self.anchor), accept)
         is_short = second < 0
         if is_short.any():
             second[is_short] = self.run(tree, first[is_short], accept)[0]
@@ -136,10 +139,10 @@ def joint_counts(first: torch.Tensor, second: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("kind", ["plain", "top_k", "sure"])
 @pytest.mark.parametrize(("num_slots", "num_nodes"), [(1, 1), (2, 2), (2, 8), (3, 6), (3, 10), (4, 14)])
 def test_the_first_two_tokens_have_the_targets_distribution(num_slots, num_nodes, kind):
-    """Siblings, a token in several branches, tokens that cannot be and ones that must be."""
+    """The trees have siblings and repeated tokens, and some tokens are impossible or certain."""
     torch.manual_seed(0)
     bigram, tree = Bigram(kind), draft_tree(num_slots, num_nodes, CPU)
-    first, second = bigram.draw_pairs(tree)
+    first, second = bigram.sample_pairs(tree)
     pairs = bigram.pairs()
     first_probabilities = [sum(pairs[token * VOCABULARY : (token + 1) * VOCABULARY]) for token in range(VOCABULARY)]
     counts = torch.bincount(first, minlength=VOCABULARY).tolist()
@@ -148,14 +151,14 @@ def test_the_first_two_tokens_have_the_targets_distribution(num_slots, num_nodes
 
 
 def without_residual(drafted, scores, tree, *, do_sample):
-    """A wrong rule: where no child is taken it draws from the target, children included."""
+    """Apply a wrong rule, which samples from the target without excluding rejected children."""
     acceptance, node = accept_in_tree(drafted, scores, tree, do_sample=do_sample)
     acceptance.next_tokens = torch.multinomial(scores.softmax(-1)[torch.arange(len(node)), node], 1)[:, 0]
     return acceptance, node
 
 
 def each_child_on_its_own(drafted, scores, tree, *, do_sample):
-    """A wrong rule: siblings are drawn one by one, each with its whole probability; the eldest that is taken stays."""
+    """Apply a wrong rule, which accepts siblings independently, each with its whole probability."""
     probabilities = scores.softmax(-1)[:, tree.parents[1:]].gather(2, drafted[..., None])[..., 0]
     taken = torch.rand_like(probabilities) < probabilities
     forced = scores.clone()
@@ -170,7 +173,7 @@ def each_child_on_its_own(drafted, scores, tree, *, do_sample):
 def test_a_biased_rule_is_found(wrong_rule):
     torch.manual_seed(0)
     bigram, tree = Bigram("plain"), draft_tree(3, 10, CPU)
-    first, second = bigram.draw_pairs(tree, wrong_rule)
+    first, second = bigram.sample_pairs(tree, wrong_rule)
     assert reference.chi_square_p_value(joint_counts(first, second), bigram.pairs()) < 1e-9
 
 
@@ -182,11 +185,11 @@ def test_expected_number_of_tokens_is_the_sum_over_nodes_of_their_chance(kind):
     scores = bigram.table[torch.cat([torch.randint(0, VOCABULARY, (20, 1)), drafted], dim=1)]
     acceptance, _ = accept_in_tree(drafted, scores, tree, do_sample=True)
     by_hand = [
-        reference.tree_expected(tree.parents.tolist(), row.tolist(), row_scores)
-        for row, row_scores in zip(drafted, scores, strict=True)
+        reference.tree_expected(tree.parents.tolist(), sequence.tolist(), sequence_scores)
+        for sequence, sequence_scores in zip(drafted, scores, strict=True)
     ]
     assert acceptance.expected.tolist() == pytest.approx(by_hand, rel=1e-5)
-    _, _, committed, expected = bigram.run(tree, torch.full((NUM_DRAWS,), bigram.anchor), accept_in_tree)
+    _, _, committed, expected = bigram.run(tree, torch.full((NUM_SAMPLES,), bigram.anchor), accept_in_tree)
     assert committed == pytest.approx(expected, abs=0.03)  # four standard errors
 
 
@@ -198,7 +201,7 @@ def test_a_chain_is_accepted_as_often_as_by_the_rule_for_chains(do_sample):
     scores = 1.5 * torch.randn(1, 4, VOCABULARY)
     scores[0, torch.arange(3), drafted[0]] += 2
     scores[0, 1, scores[0, 1].argmin()] = -torch.inf
-    drafted, scores = drafted.expand(NUM_DRAWS, -1), scores.expand(NUM_DRAWS, -1, -1)
+    drafted, scores = drafted.expand(NUM_SAMPLES, -1), scores.expand(NUM_SAMPLES, -1, -1)
     acceptance, node = accept_in_tree(drafted, scores, tree, do_sample=do_sample)
     assert torch.equal(node, acceptance.num_accepted)
     if not do_sample:
@@ -217,19 +220,21 @@ def test_a_chain_is_accepted_as_often_as_by_the_rule_for_chains(do_sample):
 
 
 def taught(target, texts: torch.Tensor, wrong_share: float = 0.6, second_share: float = 0.9, **overrides):
-    """A draft whose second choice is mostly right where its first one is wrong."""
+    """Make a draft whose second choice is mostly right where its first one is wrong."""
     return make_guessing_draft(target, **overrides).teach(target, texts, wrong_share, second_share=second_share)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_sequences", [1, 4])
 @pytest.mark.parametrize("name", each_family("llama", "qwen3", "gemma2", "gemma3", "mistral"))
-def test_greedy_text_equals_plain_generation_and_second_choices_are_accepted(name, num_rows):
-    """Rows end at several times."""
+def test_greedy_text_equals_plain_generation_and_second_choices_are_accepted(name, num_sequences):
+    """Sequences end at several places."""
     target = make_family(name)
     assert target.config._attn_implementation == ("eager" if name == "gemma2" else "sdpa")
-    inputs = ragged_prompts(num_rows, seed=num_rows)
+    inputs = ragged_prompts(num_sequences, seed=num_sequences)
     texts = target.generate(**inputs, **GREEDY, max_new_tokens=22)
-    ends = [int(row[9 + 6 + 5 * index]) for index, row in enumerate(texts[:2])] if num_rows > 1 else None
+    ends = (
+        [int(sequence[9 + 6 + 5 * index]) for index, sequence in enumerate(texts[:2])] if num_sequences > 1 else None
+    )
     plain = target.generate(**inputs, **GREEDY, max_new_tokens=22, eos_token_id=ends)
     draft = taught(target, texts)
     acceptance_lengths = []
@@ -243,10 +248,10 @@ def test_greedy_text_equals_plain_generation_and_second_choices_are_accepted(nam
 
 
 @pytest.mark.parametrize("name", each_family("gemma2", "mistral"))
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_nodes_see_by_their_positions_in_the_text_where_a_window_is_shorter_than_a_block(name, num_rows):
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_nodes_see_by_their_positions_in_the_text_where_a_window_is_shorter_than_a_block(name, num_sequences):
     target = make_family(name, sliding_window=2)
-    inputs = ragged_prompts(num_rows, seed=3)
+    inputs = ragged_prompts(num_sequences, seed=3)
     plain = target.generate(**inputs, **GREEDY, max_new_tokens=20)
     draft = taught(target, plain)
     drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=20, tree_size=17)
@@ -306,10 +311,10 @@ def test_an_end_token_anywhere_on_a_path_off_the_chain_ends_the_text_there():
     assert last_counts >= {1, 2, 3}
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_every_max_new_tokens_gives_as_many_tokens_as_plain(num_rows):
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_every_max_new_tokens_gives_as_many_tokens_as_plain(num_sequences):
     """From 1 to 2B + 1 tokens."""
-    inputs = ragged_prompts(num_rows, seed=1)
+    inputs = ragged_prompts(num_sequences, seed=1)
     target = make_family("llama")
     texts = target.generate(**inputs, **GREEDY, max_new_tokens=9)
     for wrong_share in (1.1, 0.5):
@@ -317,17 +322,17 @@ def test_every_max_new_tokens_gives_as_many_tokens_as_plain(num_rows):
         for count in range(1, 10):
             drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=count, tree_size=24)
             assert torch.equal(drafted.sequences, texts[:, : 9 + count])
-            assert drafted.statistics.num_tokens == num_rows * count
+            assert drafted.statistics.num_tokens == num_sequences * count
         assert drafted.statistics.acceptance_length > 1.8
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_stop_strings_end_a_text_on_a_path_off_the_chain(tokenizer, num_rows):
-    target, draft, inputs, settings, texts = letters_pair(tokenizer, 0.0, num_rows)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_stop_strings_end_a_text_on_a_path_off_the_chain(tokenizer, num_sequences):
+    target, draft, inputs, settings, texts = letters_pair(tokenizer, 0.0, num_sequences)
     draft.teach(target, texts, 1.1, second_share=1.1)
     start, lengths = inputs["input_ids"].shape[1], set()
     for first in range(2, 8):
-        stop_strings = [tokenizer.decode(row[start + first + i :][:2]) for i, row in enumerate(texts)]
+        stop_strings = [tokenizer.decode(sequence[start + first + i :][:2]) for i, sequence in enumerate(texts)]
         plain = target.generate(**inputs, **settings, stop_strings=stop_strings, tokenizer=tokenizer)
         drafted = speculative_generate(
             target, draft, **inputs, **settings, stop_strings=stop_strings, tokenizer=tokenizer, tree_size=24
@@ -337,9 +342,9 @@ def test_stop_strings_end_a_text_on_a_path_off_the_chain(tokenizer, num_rows):
     assert len(lengths) > 2
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_scores_and_logits_are_those_of_plain_generation(num_rows):
-    inputs = ragged_prompts(num_rows, seed=2)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_scores_and_logits_are_those_of_plain_generation(num_sequences):
+    inputs = ragged_prompts(num_sequences, seed=2)
     target = make_family("llama")
     settings = {
         **GREEDY, "max_new_tokens": 14, "suppress_tokens": [1, 2, 3], "return_dict_in_generate": True,
