@@ -19,6 +19,7 @@ def main(folder: str, inputs_file: str, outputs_file: str) -> None:
     draft = SpeculatorModel.from_pretrained(folder).eval()
     draft.config.transformer_layer_config._attn_implementation = "eager"
     saved, loaded = load_file(f"{folder}/model.safetensors"), draft.state_dict()
+    assert saved
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
     inputs = load_file(inputs_file)

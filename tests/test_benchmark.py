@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -31,13 +32,16 @@ TINY = {
 @pytest.mark.spawns
 def test_both_implementations_have_the_same_losses_and_every_phase_is_timed():
     shapes = StepShapes(**{**TINY, "documents": 2})
+    started = time.perf_counter()
     measured = measure_steps(shapes, steps=2, against_reference=True, threads=1)
+    elapsed_s = time.perf_counter() - started
     assert list(measured) == ["ours", "reference"]
     assert measured["ours"].losses == pytest.approx(measured["reference"].losses, rel=2e-3)  # bf16 logits
     assert len(set(measured["ours"].losses)) == 3
     for measurement in measured.values():
         assert list(measurement.phase_s) == list(PHASES)
-        assert all(seconds > 0 for seconds in measurement.phase_s.values())
+        assert min(measurement.phase_s.values()) > 0
+        assert sum(measurement.phase_s.values()) < elapsed_s
         assert measurement.peak_bytes >= 0
 
 

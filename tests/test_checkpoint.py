@@ -99,6 +99,7 @@ def test_only_the_drafts_tensors_are_saved_and_come_back_bit_for_bit(draft, tmp_
     assert (tmp_path / "model.safetensors").stat().st_size < size + 5000
     loaded = AutoModel.from_pretrained(tmp_path)
     assert type(loaded) is DFlashDraftModel
+    assert {name for name, _ in loaded.named_parameters()} == set(saved)
     assert all(torch.equal(value, saved[name]) for name, value in loaded.named_parameters())
     assert not (tmp_path / "pytorch_model.bin").exists()
 

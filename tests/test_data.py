@@ -310,6 +310,7 @@ def test_nothing_needed_is_dropped_when_unused_columns_are(target, tmp_path, pac
             trainer.train()
             finals.append(weights(trainer.draft))
     for before, after in (finals[:2], finals[2:]):
+        assert after.keys() == before.keys()
         assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 

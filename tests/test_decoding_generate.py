@@ -196,6 +196,7 @@ def test_sampling_defaults_of_the_target_count(by_config):
         output = speculative_generate(
             target, draft, **PROMPT, **settings, max_new_tokens=10, output_scores=True, pad_token_id=0
         )
+        assert len(output.scores) == 10
         assert all(int(step.isfinite().sum()) == 3 for step in output.scores)
         texts.append(output.sequences.tolist())
     assert texts[0] != texts[1] == texts[2]

@@ -109,6 +109,7 @@ def test_recurrent_states_go_back_sequence_by_sequence(name):
         assert torch.equal(now[[0, 2]], new[[0, 2]])
         assert torch.equal(now[1], old[1])
     now = states()
+    assert len(now) == len(before)
     cache.save_states()
     cache.batch_select_indices(torch.tensor([2, 0]))
     assert all(torch.equal(a[[2, 0]], b) for a, b in zip(now, states(), strict=True))

@@ -46,6 +46,7 @@ def test_every_max_new_tokens_gives_as_many_tokens_as_plain(wrong_share, num_seq
         statistics = drafted.statistics
         assert statistics.num_tokens == num_sequences * count
         committed = [sum(sequence) for sequence in statistics.committed]
+        assert len(committed) == num_sequences
         assert all(total <= count - 1 for total in committed)
         if wrong_share == ALWAYS and num_sequences == 1:
             # the prefill gives one token, and the last one alone needs no draft

@@ -94,6 +94,7 @@ def test_training_on_two_ranks_equals_one_process(ranks, single, name):
     assert ours["wrapper"] == EXACT[name]
     assert_close(ours["weights"], theirs["weights"], atol=2e-6)
     initial = dict(make_draft(make_target()).named_parameters())
+    assert ours["weights"].keys() == initial.keys()
     assert all(not torch.allclose(value, initial[key], atol=1e-4) for key, value in ours["weights"].items())
 
 
@@ -122,6 +123,7 @@ def test_a_draft_under_fsdp2_is_evaluated_when_training_starts_and_not_before(ra
 def test_a_rank_without_any_anchor_takes_part_with_a_zero_loss(ranks, single, name):
     ours, theirs = ranks["gradients"][name], single("gradients")[name]
     assert_close(ours, theirs, atol=1e-6)
+    assert ours
     assert all(torch.isfinite(value).all() for value in ours.values())
     assert (ours["loss"] == 0) == (name == "none")
 
@@ -142,6 +144,7 @@ def test_training_with_muon_on_two_ranks_equals_one_process(ranks, single, name)
 
 def test_muon_steps_a_sharded_matrix_as_if_it_were_whole(ranks):
     found = ranks["muon_steps"]
+    assert found["plain"]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found["sharded"], found["plain"], strict=True))
     assert found["momentum_is_sharded"] == [True, True]
 
@@ -203,6 +206,7 @@ def test_one_rank_of_a_sharded_run_pushes_the_whole_draft_in_both_layouts(ranks)
     assert pushed["files"] == {"org/trained": native, "org/trained-DFlash": serving}
     for name, dtype in (("org/trained", torch.float32), ("org/trained-DFlash", torch.bfloat16)):
         tensors = pushed["tensors"][name]
+        assert tensors
         assert tensors.keys() == pushed["weights"].keys()
         assert all(torch.equal(tensors[key], value.to(dtype)) for key, value in pushed["weights"].items())
     first, *others = pushed["num_requests"]

@@ -206,6 +206,7 @@ def test_sharded_weights_are_read_and_a_tensor_in_two_shards_is_refused(draft, t
     shards = sorted((tmp_path / "draft").glob("model-*.safetensors"))
     assert len(shards) > 2
     loaded = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    assert loaded.state_dict().keys() == draft.state_dict().keys()
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
     tensors = load_file(shards[0])
     save_file({**tensors, **load_file(shards[1])}, shards[0], {"format": "pt"})

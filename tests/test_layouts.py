@@ -114,6 +114,7 @@ def test_a_producers_draft_is_saved_as_ours_and_loads_without_arguments(producer
     loaded = AutoModel.from_pretrained(tmp_path / "ours")
     assert type(loaded) is DFlashDraftModel
     assert values_of(loaded.config) == values_of(draft.config)
+    assert loaded.state_dict().keys() == draft.state_dict().keys()
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 

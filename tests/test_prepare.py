@@ -234,6 +234,7 @@ def test_turns_of_a_conversation_stay_on_one_side_when_they_are_split():
     prepared = prepare(rows, "qwen3", split_turns=True, eval_rows=0.4)
     sides = [[re.search(r"\d+", text)[0] for text in texts(part, "qwen3")]
              for part in (prepared.train, prepared.evaluation)]  # fmt: skip
+    assert all(sides)
     assert not set(sides[0]) & set(sides[1])
     assert all(side.count(number) == 2 for side in sides for number in side)
     assert sum(map(len, sides)) == 60

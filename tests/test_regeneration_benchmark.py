@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 from typer.testing import CliRunner
 
@@ -10,16 +11,19 @@ from dflash_hf.benchmarks.regeneration import measure_throughput, share_of_ident
 from dflash_hf.cli import app
 from dflash_hf.regeneration.requests import Completion, RequestQueue, TurnRequest
 
+SECONDS_OF_A = 0.01  # for each request
+
 
 class Scripted:
     """Completes requests in their order; the completion of request n has n tokens, or one more."""
 
-    def __init__(self, name, log, extra=0):
-        self.name, self.log, self.extra = name, log, extra
+    def __init__(self, name, log, extra=0, pause_s=0.0):
+        self.name, self.log, self.extra, self.pause_s = name, log, extra, pause_s
 
     def completions(self, feed: RequestQueue):
         while (request := feed.take()) is not None:
             self.log.append(self.name)
+            time.sleep(self.pause_s)
             number = int(request.conversation_id)
             yield request, Completion({}, "stop", [], [7] * (number + (self.extra if number > 2 else 0)))
 
@@ -27,13 +31,15 @@ class Scripted:
 def test_backends_take_turns_on_the_same_requests_and_tokens_are_counted():
     log: list[str] = []
     requests = [TurnRequest(str(number), []) for number in range(1, 5)]
-    backends = {"a": Scripted("a", log), "b": Scripted("b", log, extra=1)}
+    backends = {"a": Scripted("a", log, pause_s=SECONDS_OF_A), "b": Scripted("b", log, extra=1)}
+    started = time.perf_counter()
     measured = measure_throughput(backends, requests)
+    elapsed_s = time.perf_counter() - started
     assert log == ["a", "b"] * 4
     assert measured["a"].num_tokens == 10
     assert measured["b"].num_tokens == 12
     assert share_of_identical(measured["a"], measured["b"]) == 0.5
-    assert measured["a"].seconds > 0
+    assert 4 * SECONDS_OF_A < measured["a"].seconds < elapsed_s - measured["b"].seconds
 
 
 def test_the_command_measures_both_and_their_fp32_completions_are_the_same(saved_target, tmp_path):

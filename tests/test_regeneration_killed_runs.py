@@ -143,6 +143,7 @@ def test_a_run_killed_thrice_under_faults_ends_complete_and_without_duplicates(
 
     assert sorted(path.name for path in out.iterdir()) == [".lock", "README.md", "data", "settings.json"]
     lines = [line for path in sorted((out / "data").iterdir()) for line in path.read_text().splitlines(keepends=True)]
+    assert lines
     assert all(line.endswith("\n") for line in lines)
     rows = datasets.load_dataset(str(out), split="train", cache_dir=str(tmp_path / "cache"))
     assert [json.loads(line)["conversation_id"] for line in lines] == rows["conversation_id"]

@@ -96,6 +96,7 @@ def test_what_a_server_refuses_for_one_prompt_fails_after_one_call():
     with FaultyServer(for_prompt("400 too long", "prompt 3")) as server:
         completions = completions_of(backend_of(server, concurrency=1), requests_of(6))
     assert completions.pop("prompt 3") == Failure("400: this is a 400 too long")
+    assert len(completions) == 5
     assert all(isinstance(answer, Completion) for answer in completions.values())
     assert len(server.calls) == 6
 
@@ -117,6 +118,7 @@ def test_a_server_that_does_not_know_the_wish_for_token_ids_is_asked_without_it_
 
     with FaultyServer(answer=refuse) as server:
         completions = completions_of(backend_of(server, concurrency=3), requests_of(20))
+    assert len(completions) == 20
     assert all(isinstance(answer, Completion) for answer in completions.values())
     assert len(server.calls) <= 20 + 3
     assert not any("return_token_ids" in call.body for call in server.calls[6:])
@@ -271,7 +273,8 @@ def test_failures_before_the_first_answer_come_right_before_it():
 def test_a_server_that_falls_ill_stops_the_run_and_nothing_is_written_off():
     with FaultyServer(lambda number, body: "500" if number >= 10 else None) as server:
         completions = backend_of(server, concurrency=1, max_retries=1).completions(RequestQueue(requests_of(100)))
-        assert all(isinstance(answer, Completion) for _, answer in itertools.islice(completions, 10))
+        first = [answer for _, answer in itertools.islice(completions, 10)]
+        assert [type(answer) for answer in first] == [Completion] * 10
         with pytest.raises(RuntimeError, match=r"the last one with: 500: this is a 500 \(tried 2 times\)"):
             next(completions)
     assert len(server.calls) == 10 + 2 * MAX_CONSECUTIVE_FAILURES

@@ -59,6 +59,7 @@ def test_both_answers_are_plains_text_and_passes_commit_what_a_walk_by_hand_says
         by_hand = committed_by_hand(draft.wrong[number], lengths[number], len(sequence), 4)
         assert pair.committed == [by_hand]
         assert pair.starts == [list(itertools.accumulate(by_hand, initial=1))[:-1]]
+        assert len(pair.verified[0]) == len(by_hand)
         assert all(slots <= 3 for slots in pair.verified[0])
         assert pair.is_truncated == [True]
     assert [pair.first for pair in pairs] == ["plain", "drafted", "plain", "drafted"]
@@ -86,6 +87,7 @@ def test_a_number_of_slots_that_is_chosen_on_the_way_keeps_the_text_and_the_plac
         assert pair.drafted_token_ids == pair.plain_token_ids
         ((committed, starts),) = zip(pair.committed, pair.starts, strict=True)
         after = [start + count for start, count in zip(starts, committed, strict=True)]
+        assert starts
         # between two passes with a draft there may be tokens of passes without one
         assert all(end <= start for end, start in zip(after, [*starts[1:], 13], strict=True))
 
@@ -203,7 +205,9 @@ def test_a_later_run_finds_every_pair_and_forgets_half_a_line(tmp_path):
     third = fill(tmp_path, 2)
     assert [pair.batch for pair in first + second] == [0, 1, 2, 3]
     assert third == []
-    assert all(json.loads(line) for line in path.read_text().splitlines())
+    lines = path.read_text().splitlines()
+    assert len(lines) > 1
+    assert all(json.loads(line) for line in lines)
     with SuiteJournal(tmp_path, {"seed": 0}) as journal:
         assert list(journal.pairs.values()) == first + second
         assert journal.runs == [{"num_processes": 1}]

@@ -93,6 +93,7 @@ def snapshot(target) -> tuple:
 def assert_unchanged(target, before: tuple) -> None:
     after = snapshot(target)
     assert after[:3] == before[:3]
+    assert after[3].keys() == before[3].keys()
     assert all(torch.equal(value, before[3][name]) for name, value in after[3].items())
 
 

@@ -374,6 +374,7 @@ def test_the_saved_folder_holds_the_draft_alone(target, tmp_path):
     trainer.train()
     trainer.save_model()
     loaded = DFlashDraftModel.from_pretrained(tmp_path / "out", target=target)
+    assert loaded.state_dict().keys() == weights(trainer.draft).keys()
     assert all(torch.equal(value, weights(trainer.draft)[name]) for name, value in loaded.state_dict().items())
     assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2 * sum(
         p.numel() for p in loaded.parameters()
