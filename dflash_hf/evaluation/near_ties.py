@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 # Two ways to compute the same logits round differently. Logits of language models are mostly below 32, where one step
-# of bfloat16 is 0.125 and one of float16 is 0.0156; the gaps allow four steps. In float32 the sums inside the network
+# of bfloat16 is 0.125 and one of float16 is 0.0156; the gaps allow two steps. In float32 the sums inside the network
 # contribute more than the last step.
-NEAR_TIE_GAPS = {torch.bfloat16: 0.5, torch.float16: 0.0625, torch.float32: 1e-4}
+NEAR_TIE_GAPS = {torch.bfloat16: 0.25, torch.float16: 0.03125, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def near_tie_gap(dtype: torch.dtype) -> float:
         dtype (`torch.dtype`): dtype of the target.
 
     Returns:
-        `float`: 0.5 for bfloat16, 0.0625 for float16 and 1e-4 for float32.
+        `float`: 0.25 for bfloat16, 0.03125 for float16 and 1e-4 for float32.
     """
     return NEAR_TIE_GAPS.get(dtype, NEAR_TIE_GAPS[torch.float32])
 
