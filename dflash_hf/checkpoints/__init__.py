@@ -1,10 +1,10 @@
-"""Checkpoint formats of all DFlash producers, read and written."""
+"""Reads and writes the checkpoint formats of all known DFlash producers."""
 
 from typing import TYPE_CHECKING
 
 from .. import lazy_exports
 
-LAYOUTS = ("native", "serving", "speculators", "muse")  # that can be written; more can be read
+LAYOUTS = ("native", "serving", "speculators", "muse")  # the layouts that can be written
 
 __all__ = ["LAYOUTS", "convert_checkpoint", "read_checkpoint", "save_in_layout"]
 

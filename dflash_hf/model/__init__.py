@@ -1,1 +1,1 @@
-"""The draft model: its configuration and network, the two files that travel with every saved draft."""
+"""The configuration and the network of the draft model, in the two files that travel with every saved draft."""
