@@ -229,10 +229,10 @@ BREAKS: dict[str, tuple[Callable[..., Any], str, str]] = {
     # what cannot be told from a draft that learnt too little is said to be one of the two
     "another target of the same shape": (other_target, "acceptance", "undertrained, or it was trained on another"),
     "a target of another width": (
-        lambda folder, clinic: other_target(folder, clinic, hidden_size=64), "pair", "the target it was trained for"
+        lambda folder, clinic: other_target(folder, clinic, hidden_size=64), "pair", "target for which it was trained"
     ),
     "a target of another vocabulary": (
-        lambda folder, clinic: other_target(folder, clinic, vocab_size=280), "pair", "the target it was trained for"
+        lambda folder, clinic: other_target(folder, clinic, vocab_size=280), "pair", "target for which it was trained"
     ),
     "a tokenizer with more tokens than the target has": (other_tokenizer, "pair", "the tokenizer that belongs to"),
     "a template whose prompt does not begin its rows": (other_template, "chat template", "chat_template_kwargs"),
@@ -326,7 +326,7 @@ def test_decoding_that_accepts_less_than_the_finished_text_is_a_fault_of_its_own
         (256, "also the pad token"),
         (257, "also the eos token"),
         (65, "an ordinary token that occurs in text"),
-        (262, "its embedding is all zero"),
+        (262, "its embedding is zero"),
         (263, "its embedding equals that of the pad or the eos token"),
     ],
 )
@@ -362,7 +362,7 @@ def test_a_tokenizer_without_a_template_and_unknown_arguments_are_warnings(clini
     tokenizer = make_tokenizer()
     config = with_fields(clinic.draft, {"chat_template_kwargs": {"enable_thinking": False}}).config
     finding = check_template(tokenizer, config, "Sing.", "La.")
-    assert (finding.status, "knows no enable_thinking" in finding.measured) == ("warning", True)
+    assert (finding.status, "does not use enable_thinking" in finding.measured) == ("warning", True)
     tokenizer.chat_template = None
     assert check_template(tokenizer, config, "Sing.", "La.").status == "warning"
 

@@ -124,7 +124,9 @@ def _diagnose(
     try:
         pair.tie_target(model)
     except ValueError as error:
-        yield Finding("pair", FAULT, " ".join(str(error).split()), "Use the draft with the target it was trained for.")
+        yield Finding(
+            "pair", FAULT, " ".join(str(error).split()), "Use the draft with the target for which it was trained."
+        )
         return
     nn.Module.to(pair, model.device, model.dtype)
     examination = Examination(model, pair, tokenizer, prompts, max_new_tokens, name, [weights])

@@ -1,4 +1,4 @@
-"""What can be wrong with a pair before anything is drafted, and in the two ways a block is run: one check a cause."""
+"""Checks of a pair: configuration, weights, mask token, chat template, hidden states, and the two paths of a block."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ from ..target.hidden_states import target_hidden_states
 from .finding import FAULT, OK, SKIPPED, WARNING, Finding
 from .forced_decoding import AnsweredPrompts
 
-# Relative distance of two computations of the same states: kernels sum in other orders, and half precision shows it.
+# Relative distance of two computations of the same hidden states. Kernels sum in different orders, which matters in
+# half precision.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-INITIAL_SPREAD = 0.02  # relative: new weights have the configured standard deviation to within this, trained ones move
-USE_ITS_OWN = "Use the draft with the target it was trained for."
+INITIAL_SPREAD = 0.02  # relative deviation of the standard deviation of untrained weights from the configured one
+USE_ITS_TARGET = "Use the draft with the target for which it was trained."
 
 
 def check_pair(
     draft: DFlashDraftModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target_name: str | None
 ) -> Finding:
     """
-    Compare the draft's configuration with the target and its tokenizer; widths and layers were compared when tying.
+    Compare the draft's configuration with the target and its tokenizer. Tying has already compared widths and layers.
 
     Args:
-        draft ([`DFlashDraftModel`]): tied.
-        target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): the other half.
-        target_name (`str`, *optional*): as it was given; nothing is compared with the recorded one if unset.
+        draft ([`DFlashDraftModel`]): The draft, tied to the target.
+        target (`PreTrainedModel`): The target.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
+        target_name (`str`, *optional*): The name of the target as the user gave it. It is compared with the name that
+            the draft records, unless it is unset.
 
     Returns:
         [`Finding`] named "pair".
@@ -49,13 +52,13 @@ def check_pair(
     largest = max(tokenizer.get_vocab().values())
     measured = (
         f"width {config.hidden_size}, {num_embeddings} embedding rows, layers {config.target_layer_ids} of "
-        f"{config.target_num_hidden_layers}, block {config.block_size}"
+        f"{config.target_num_hidden_layers}, block size {config.block_size}"
     )
     if largest >= num_embeddings:
         return Finding(
             "pair",
             FAULT,
-            f"the tokenizer {tokenizer.name_or_path!r} writes token {largest}, and the target has {num_embeddings} "
+            f"the tokenizer {tokenizer.name_or_path!r} has token {largest}, and the target has {num_embeddings} "
             "embedding rows",
             "Use the tokenizer that belongs to the target.",
         )
@@ -65,17 +68,18 @@ def check_pair(
             "pair",
             WARNING,
             f"{measured}; the draft was trained for {recorded!r}, not {target_name!r}",
-            "Another target, a fine-tune too, has other states. " + USE_ITS_OWN,
+            "Another target has other hidden states, even if it is a fine-tune. " + USE_ITS_TARGET,
         )
     return Finding("pair", OK, measured)
 
 
 def check_weights(draft: DFlashDraftModel) -> Finding:
     """
-    Look for weights that nothing can come of: not finite, never trained, norms that never moved.
+    Look for weights that are not finite or were never trained, and for norms that did not change in training.
 
     Args:
-        draft ([`DFlashDraftModel`]): in the dtype of its file, since a cast to bfloat16 can hide small moves.
+        draft ([`DFlashDraftModel`]): The draft in the dtype of its file, since a cast to bfloat16 can hide small
+            changes.
 
     Returns:
         [`Finding`] named "weights".
@@ -86,7 +90,7 @@ def check_weights(draft: DFlashDraftModel) -> Finding:
             "weights",
             FAULT,
             f"not finite: {', '.join(broken)}",
-            "The training diverged: use an earlier checkpoint, or train with a smaller learning rate in bf16 or fp32.",
+            "The training diverged. Use an earlier checkpoint, or train with a smaller learning rate in bf16 or fp32.",
         )
     norms = [value for name, value in draft.named_parameters() if name.endswith("norm.weight")]
     frozen = sum(bool((value == value.flatten()[0]).all()) for value in norms)
@@ -94,37 +98,42 @@ def check_weights(draft: DFlashDraftModel) -> Finding:
     spread = sum(float(weight.std()) for weight in linear) / len(linear) / draft.config.initializer_range
     measured = (
         f"{sum(value.numel() for value in draft.parameters()):,} values in {str(draft.dtype)[6:]}, {frozen} of "
-        f"{len(norms)} norms constant, linear weights at {spread:.2f} of the standard deviation of new ones"
+        f"{len(norms)} norms are constant, and the standard deviation of linear weights is {spread:.2f} of the "
+        "initial one"
     )
     if frozen == len(norms) and abs(spread - 1) < INITIAL_SPREAD:
         return Finding(
             "weights",
             FAULT,
             measured,
-            "This draft was never trained, or its trained weights were not saved. Train it, or give the folder of the "
-            "trained one.",
+            "This draft was never trained, or its trained weights were not saved. Train it, or pass the folder of the "
+            "trained draft.",
         )
     if frozen == len(norms):
         return Finding(
             "weights",
             WARNING,
             measured,
-            "The norms never moved: the weights were trained in half precision, where small updates round to nothing. "
+            "The norms did not change: the weights were trained in half precision, which rounds small updates to zero. "
             "Train with dtype=torch.float32 and bf16=True.",
         )
     if draft.dtype == torch.float16:
         return Finding(
-            "weights", WARNING, measured, "Activations of drafts overflow in float16: load it with --dtype bfloat16."
+            "weights",
+            WARNING,
+            measured,
+            "Activations of drafts overflow in float16. Load the draft with --dtype bfloat16.",
         )
     return Finding("weights", OK, measured)
 
 
 def check_mask_token(draft: DFlashDraftModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Finding:
     """
-    Look at the token that fills the slots: a token with a meaning of its own, or without an embedding.
+    Check that the mask token, which fills the drafted slots, has no other meaning and has an embedding of its own.
 
     Args:
-        draft ([`DFlashDraftModel`]), target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): the pair.
+        draft ([`DFlashDraftModel`]), target (`PreTrainedModel`): The pair.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
 
     Returns:
         [`Finding`] named "mask token".
@@ -132,7 +141,7 @@ def check_mask_token(draft: DFlashDraftModel, target: PreTrainedModel, tokenizer
     mask = draft.config.mask_token_id
     embedding: Any = draft.get_input_embeddings()
     token = tokenizer.convert_ids_to_tokens(mask)
-    measured = f"{mask} ({token!r})" if token is not None else f"{mask}, an embedding row without a token"
+    measured = f"{mask} ({token!r})" if token is not None else f"{mask}, an embedding row that no token uses"
     with torch.no_grad():
         others = [value for value in (tokenizer.pad_token_id, tokenizer.eos_token_id) if value not in (None, mask)]
         rows = embed_tokens(embedding, torch.tensor([mask, *others], device=embedding.weight.device)).float()
@@ -147,13 +156,13 @@ def check_mask_token(draft: DFlashDraftModel, target: PreTrainedModel, tokenizer
     own = getattr(tokenizer, "mask_token_id", None)
     problem = None
     if meanings:
-        problem = f"it is also {' and '.join(meanings)}, whose meaning the slots inherit"
+        problem = f"it is also {' and '.join(meanings)}, and the slots inherit its meaning"
     elif token is not None and token in tokenizer.get_vocab() and not _is_special(tokenizer, mask):
         problem = "it is an ordinary token that occurs in text"
     elif own is not None and own != mask:
         problem = f"the tokenizer's own mask token is {own} ({tokenizer.mask_token!r})"
     elif not rows[0].any():
-        problem = "its embedding is all zero"
+        problem = "its embedding is zero"
     elif any(torch.equal(rows[0], row) for row in rows[1:]):
         problem = "its embedding equals that of the pad or the eos token"
     if problem is None:
@@ -162,31 +171,34 @@ def check_mask_token(draft: DFlashDraftModel, target: PreTrainedModel, tokenizer
         "mask token",
         WARNING,
         f"{measured}: {problem}",
-        'If the draft was trained with this token, nothing is broken; "mask token id" below tries others. A new '
-        "draft does better with an unused embedding row, which from_target chooses.",
+        'If the draft was trained with this token, nothing is wrong. The finding "mask token id" below tries other '
+        "tokens. For a new draft an unused embedding row is better, which from_target chooses.",
     )
 
 
 def _ids(value: Any) -> list[int]:
+    """Return the token ids of a configuration value, which is an id, a list of ids or None."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _is_special(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bool:
+    """Return whether a token is special."""
     token = tokenizer.added_tokens_decoder.get(token_id)
     return token_id in tokenizer.all_special_ids or (token is not None and token.special)
 
 
 def check_template(
-    tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, prompt: str, answer: str, is_cut: bool = False
+    tokenizer: PreTrainedTokenizerBase, config: DFlashConfig, prompt: str, response: str, is_truncated: bool = False
 ) -> Finding:
     """
-    Compare the prompt of generation with the beginning of a training row.
+    Compare the prompt of generation with the start of a training row.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): the target's.
-        config ([`DFlashConfig`]): of the draft, with the template's arguments in training.
-        prompt (`str`), answer (`str`): a user message and the target's words.
-        is_cut (`bool`, defaults to `False`): the answer did not end by itself.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
+        config ([`DFlashConfig`]): The configuration of the draft, which records the template arguments of training.
+        prompt (`str`): A user message.
+        response (`str`): The response of the target.
+        is_truncated (`bool`, defaults to `False`): Whether generation stopped at the maximum length.
 
     Returns:
         [`Finding`] named "chat template".
@@ -195,52 +207,52 @@ def check_template(
         return Finding(
             "chat template",
             WARNING,
-            "the tokenizer has none",
-            "Prompts are continued as bare text, as a base model does. For a chat model take the tokenizer that has "
-            "its template.",
+            "the tokenizer has no chat template",
+            "Prompts are continued as plain text, which is right for a base model. For a chat model, use the "
+            "tokenizer with its chat template.",
         )
     kwargs: Mapping[str, Any] = config.chat_template_kwargs or {}
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    row = {"messages": messages, "finish_reason": "length" if is_cut else "stop"}
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    row = {"messages": messages, "finish_reason": "length" if is_truncated else "stop"}
     try:
-        read = read_row(row, tokenizer, chat_template_kwargs=kwargs)
+        tokenized = read_row(row, tokenizer, chat_template_kwargs=kwargs)
     except ChatTemplateError as error:
         return Finding(
             "chat template",
             FAULT,
             str(error),
-            "Training rows of messages cannot be made with this template: repair it, give other chat_template_kwargs, "
-            "or train on rows of input_ids as the target read and wrote them (dflash-hf regenerate writes such rows).",
+            "Training rows of messages cannot be made with this template. Correct the template, pass other "
+            "chat_template_kwargs, or train on rows of input_ids, which dflash-hf regenerate writes.",
         )
-    mismatch = check_prompt(row, read, tokenizer, kwargs)
+    mismatch = check_prompt(row, tokenized, tokenizer, kwargs)
     if mismatch is not None:
         return Finding(
             "chat template",
             WARNING,
-            f"row and prompt part at token {mismatch.position}: {mismatch.reason}",
-            "Train and serve with the same chat_template_kwargs; the draft's config.json records those of training.",
+            f"the row differs from the prompt at token {mismatch.position}: {mismatch.reason}",
+            "Train and serve with the same chat_template_kwargs. The draft's config.json records those of training.",
         )
     unknown = [name for name in kwargs if name not in str(tokenizer.chat_template)]
     if unknown:
         return Finding(
             "chat template",
             WARNING,
-            f"the draft was trained with chat_template_kwargs {dict(kwargs)}, and this template knows no "
+            f"the draft was trained with chat_template_kwargs {dict(kwargs)}, and this template does not use "
             f"{', '.join(unknown)}",
-            "The target's template is not the one of training: take the tokenizer of the training.",
+            "The template differs from that of training. Use the tokenizer of the training.",
         )
-    start = [*read.supervised_mask, True].index(True)
-    return Finding("chat template", OK, f"a row begins with the {start} tokens of the prompt, token for token")
+    start = [*tokenized.supervised_mask, True].index(True)
+    return Finding("chat template", OK, f"a row begins with exactly the {start} tokens of the prompt")
 
 
 @torch.no_grad()
 def check_target_states(target: PreTrainedModel, draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
     """
-    Compare the states the draft is given with `output_hidden_states` of a plain pass of the target.
+    Compare the hidden states that the draft reads with `output_hidden_states` of a plain forward pass of the target.
 
     Args:
-        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
-        answered ([`AnsweredPrompts`]): its first row is read.
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): The pair.
+        answered ([`AnsweredPrompts`]): The text, of which the first sequence is used.
 
     Returns:
         [`Finding`] named "target states".
@@ -256,7 +268,7 @@ def check_target_states(target: PreTrainedModel, draft: DFlashDraftModel, answer
             return Finding(
                 "target states",
                 FAULT,
-                f"the states of layer {layer_id} are not finite in {str(target.dtype)[6:]}",
+                f"the hidden states of layer {layer_id} are not finite in {str(target.dtype)[6:]}",
                 "Load the target in bfloat16 or float32.",
             )
         distances[layer_id] = _distance(states, plain[layer_id + 1])
@@ -266,20 +278,20 @@ def check_target_states(target: PreTrainedModel, draft: DFlashDraftModel, answer
                 "target states",
                 FAULT,
                 f"what the draft reads as layer {layer_id} differs by {distances[layer_id]:.2g} from "
-                f"hidden_states[{layer_id + 1}]; nearest is hidden_states[{nearest}]",
-                "Hand over the outputs of the layers that target_layer_ids counts from 0, hidden_states[id + 1]; the "
-                "last one is after the final norm and must not be used.",
+                f"hidden_states[{layer_id + 1}]; the nearest is hidden_states[{nearest}]",
+                "Provide the outputs of the layers in target_layer_ids, which count from 0: hidden_states[id + 1]. "
+                "The last hidden state is taken after the final norm and must not be used.",
             )
     return Finding(
         "target states",
         OK,
-        f"{len(layer_ids)} layers on {ids.shape[1]} tokens as hidden_states has them (largest difference "
+        f"{len(layer_ids)} layers equal hidden_states on {ids.shape[1]} tokens (largest difference "
         f"{max(distances.values()):.1g}, allowed {tolerance:g})",
     )
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Relative: norm of the difference by norm of the second."""
+    """Return the norm of the difference, relative to the norm of the second tensor."""
     left, right = left.float(), right.float()
     return ((left - right).norm() / right.norm().clamp(min=1e-12)).item()
 
@@ -287,11 +299,11 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
 @torch.no_grad()
 def check_activations(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
     """
-    Run one block and look for the first place where numbers are no longer finite.
+    Run one block and find the first module whose output is not finite.
 
     Args:
-        draft ([`DFlashDraftModel`]): tied, in the dtype of decoding.
-        answered ([`AnsweredPrompts`]): its first row is read.
+        draft ([`DFlashDraftModel`]): The draft, tied, in the dtype of decoding.
+        answered ([`AnsweredPrompts`]): The text, of which the first sequence is used.
 
     Returns:
         [`Finding`] named "activations".
@@ -311,8 +323,8 @@ def check_activations(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Fin
                 "activations",
                 FAULT,
                 f"not finite in {dtype} from {name} on",
-                "The range of the dtype is exceeded, so that nothing is accepted. Run the pair with --dtype bfloat16 "
-                "(dtype=torch.bfloat16), or float32.",
+                "Values exceed the range of the dtype, so that nothing is accepted. Run the pair with --dtype "
+                "bfloat16 (dtype=torch.bfloat16) or float32.",
             )
     shown = ", ".join(f"{name} {largest[name]:.3g}" for name in ("target states", "fc", "norm"))
     return Finding("activations", OK, f"finite in {dtype}; largest values: {shown}")
@@ -320,7 +332,7 @@ def check_activations(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Fin
 
 @contextmanager
 def _recorded(draft: DFlashDraftModel, largest: dict[str, float]) -> Iterator[None]:
-    """Inside the context the largest output of each module is recorded, in the order in which they run."""
+    """Record the largest output of each module, in the order in which the modules run."""
 
     def record(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -341,11 +353,13 @@ def _recorded(draft: DFlashDraftModel, largest: dict[str, float]) -> Iterator[No
 @torch.no_grad()
 def check_paths(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
     """
-    Compare blocks as training runs them with blocks as generation does, its context read in one piece and in two.
+    Compare the blocks of training with those of generation, which reads the context through the cache.
+
+    Generation reads the context at once and in two parts.
 
     Args:
-        draft ([`DFlashDraftModel`]): tied.
-        answered ([`AnsweredPrompts`]): the first row with a whole block is read.
+        draft ([`DFlashDraftModel`]): The draft, tied.
+        answered ([`AnsweredPrompts`]): The text, of which the first sequence with a whole block is used.
 
     Returns:
         [`Finding`] named "training and generation".
@@ -354,7 +368,7 @@ def check_paths(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
     lengths, starts = answered.token_valid_mask.sum(-1).tolist(), answered.supervised_mask.int().argmax(-1).tolist()
     row = next((index for index in range(len(lengths)) if lengths[index] - starts[index] >= size), None)
     if row is None:
-        return Finding(name, SKIPPED, f"no answer is as long as a block of {size}", "Use other prompts.")
+        return Finding(name, SKIPPED, f"no response is as long as a block of {size}", "Use other prompts.")
     ids = answered.input_ids[row : row + 1, : lengths[row]]
     context = answered.context(draft.config.target_layer_ids or [])[row : row + 1, : lengths[row]]
     batch = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), hidden_states=context)
@@ -373,28 +387,28 @@ def check_paths(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
     tolerance, worst = TOLERANCES.get(draft.dtype, TOLERANCES[torch.bfloat16]), 0.0
     for block, anchor in zip(trained, anchors, strict=True):
         noise = draft.embed_blocks(ids[:, anchor : anchor + 1])
-        for cuts in ([anchor], [anchor // 2, anchor]):
-            worst = max(worst, _distance(_generated_block(draft, noise, context, cuts), block))
-    measured = f"states of blocks at {anchors} differ by up to {worst:.1g}, allowed {tolerance:g}"
+        for ends in ([anchor], [anchor // 2, anchor]):
+            worst = max(worst, _distance(_generated_block(draft, noise, context, ends), block))
+    measured = f"the hidden states of blocks at {anchors} differ by up to {worst:.1g}, allowed {tolerance:g}"
     if worst <= tolerance:
         return Finding(name, OK, measured)
     return Finding(
         name,
         FAULT,
         measured,
-        "A block is not the same in training and through the cache: try attn_implementation='sdpa' and this package's "
-        "own modeling code in place of the one that came with the checkpoint; if it stays, it is a bug to report.",
+        "A block has other hidden states through the cache than in training. Try attn_implementation='sdpa' and the "
+        "modeling code of this package in place of the checkpoint's. If the difference stays, report it as a bug.",
     )
 
 
 def _generated_block(
-    draft: DFlashDraftModel, noise: torch.Tensor, context: torch.Tensor, cuts: list[int]
+    draft: DFlashDraftModel, noise: torch.Tensor, context: torch.Tensor, ends: list[int]
 ) -> torch.Tensor:
-    """A block after its context has come through the cache in pieces that end at `cuts`."""
+    """Return the hidden states of a block whose context went through the cache in parts that end at `ends`."""
     size = draft.config.block_size
     cache, start = DFlashCache(config=draft.config), 0
     cache.activate_past_recording()
-    for index, end in enumerate(cuts):
+    for index, end in enumerate(ends):
         if index:
             cache.crop(-size)
         cache.set_previous_accepted_tokens(end - start)
