@@ -1,4 +1,4 @@
-"""A healthy tiny pair, and what the doctor says once it is broken."""
+"""The diagnosis of a healthy tiny pair, and of the same pair after one part of it was broken."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import dflash_hf.doctor
 import dflash_hf.doctor.checks
 from dflash_hf import DFlashDraftModel, build_dflash_batch_plan
 from dflash_hf.blocks.forward import block_hidden_states
 from dflash_hf.doctor.checks import check_mask_token, check_target_states, check_template, check_weights
-from dflash_hf.doctor.examination import Examination, verdict
+from dflash_hf.doctor.diagnosis import Diagnosis, verdict
 from dflash_hf.doctor.finding import Finding, guarded
-from dflash_hf.doctor.forced_decoding import AnsweredPrompts, answer_prompts
+from dflash_hf.doctor.forced_decoding import TargetResponses, generate_responses
 from dflash_hf.doctor.perturbations import with_fields
+from dflash_hf.evaluation.timed_generation import Generation
 
 PROMPTS = ["How far is it?", "Name a river.", "Two and two?", "Sing.", "Tell me of the sea."]
 NEW_TOKENS = 32
@@ -34,19 +36,19 @@ def chat_target(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **overrides: 
     return make_target(seed, **{"vocab_size": 272, "num_hidden_layers": 8, **ids, **overrides})
 
 
-def losses(draft: DFlashDraftModel, answered: AnsweredPrompts, step: int, label_shift: int = 0) -> torch.Tensor:
-    """Mean cross-entropy of the slots of one step's blocks, against the tokens `label_shift` places later."""
-    ids = answered.input_ids
+def losses(draft: DFlashDraftModel, responses: TargetResponses, step: int, label_shift: int = 0) -> torch.Tensor:
+    """Return the mean cross-entropy of one step's blocks against the tokens `label_shift` positions later."""
+    ids = responses.input_ids
     plan = build_dflash_batch_plan(
-        answered.token_valid_mask,
+        responses.token_valid_mask,
         torch.arange(len(ids)),
         anchors_per_sample=16,
         gamma=draft.config.block_size - 1,
         optimizer_step=step,
         seed=0,
-        supervised_mask=answered.supervised_mask,
+        supervised_mask=responses.supervised_mask,
     )
-    hidden = block_hidden_states(draft, draft, plan, answered.batch(draft.config.target_layer_ids))
+    hidden = block_hidden_states(draft, draft, plan, responses.batch(draft.config.target_layer_ids))
     positions = plan.label_positions + label_shift
     counts = plan.loss_mask & (positions < ids.shape[1])
     labels = ids[plan.sample_rows[:, None], positions.clamp(max=ids.shape[1] - 1)]
@@ -54,12 +56,12 @@ def losses(draft: DFlashDraftModel, answered: AnsweredPrompts, step: int, label_
 
 
 def train(
-    draft: DFlashDraftModel, answered: AnsweredPrompts, num_steps: int, loss: Callable[..., torch.Tensor] = losses
+    draft: DFlashDraftModel, responses: TargetResponses, num_steps: int, loss: Callable[..., torch.Tensor] = losses
 ) -> DFlashDraftModel:
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-2)
     for step in range(num_steps):
         optimizer.zero_grad()
-        loss(draft, answered, step).backward()
+        loss(draft, responses, step).backward()
         optimizer.step()
     return draft.eval()
 
@@ -70,8 +72,8 @@ def new_draft(target: LlamaForCausalLM, **overrides: Any) -> DFlashDraftModel:
     return DFlashDraftModel.from_target(target, **{**values, "mask_token_id": 261, **overrides})
 
 
-class Clinic:
-    """A target, its answers, and a draft that has learnt them by heart; as objects and as folders."""
+class HealthyPair:
+    """A target, its responses, and a draft that has memorised them, as objects and as folders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tokenizer = folder, make_tokenizer()
@@ -79,24 +81,24 @@ class Clinic:
         chat_target(self.tokenizer).save_pretrained(self.target_folder)
         self.tokenizer.save_pretrained(self.target_folder)
         self.target = AutoModelForCausalLM.from_pretrained(self.target_folder)
-        self.answered = answer_prompts(self.target, self.tokenizer, PROMPTS, max_new_tokens=NEW_TOKENS)
-        self.draft = train(new_draft(self.target), self.answered, num_steps=140)
+        self.responses = generate_responses(self.target, self.tokenizer, PROMPTS, max_new_tokens=NEW_TOKENS)
+        self.draft = train(new_draft(self.target), self.responses, num_steps=140)
         self.draft.save_pretrained(self.draft_folder)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
 
 
 @pytest.fixture(scope="module")
-def clinic(tmp_path_factory):
-    return Clinic(tmp_path_factory.mktemp("clinic"))
+def healthy(tmp_path_factory):
+    return HealthyPair(tmp_path_factory.mktemp("healthy"))
 
 
 @pytest.fixture
-def doctor(run, clinic, tmp_path):
-    """Run the command on folders; returns exit code, record and printed text."""
+def doctor(run, healthy, tmp_path):
+    """Return a function that runs the command on folders and returns the exit code, the record and the output."""
 
-    def examine(draft: Path, target: Path = clinic.target_folder, *options: str) -> tuple[int, dict[str, Any], str]:
+    def examine(draft: Path, target: Path = healthy.target_folder, *options: str) -> tuple[int, dict[str, Any], str]:
         record = tmp_path / "findings.json"
-        names = ("--draft", draft, "--target", target, "--prompts", clinic.folder / "prompts.jsonl", "--json", record)
+        names = ("--draft", draft, "--target", target, "--prompts", healthy.folder / "prompts.jsonl", "--json", record)
         code, out, err = run("doctor", *names, "--max-new-tokens", NEW_TOKENS, *options)
         assert record.is_file(), err
         return code, json.loads(record.read_text()), out
@@ -108,7 +110,7 @@ def statuses(record: dict[str, Any], status: str) -> list[str]:
     return [finding["name"] for finding in record["findings"] if finding["status"] == status]
 
 
-def test_every_part_of_an_untrained_pair_is_examined(run, saved_target, tmp_path):
+def test_every_part_of_an_untrained_pair_is_checked(run, saved_target, tmp_path):
     target = saved_target(num_hidden_layers=8)
     new_draft(AutoModelForCausalLM.from_pretrained(target)).save_pretrained(tmp_path / "draft")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
@@ -123,19 +125,16 @@ def test_every_part_of_an_untrained_pair_is_examined(run, saved_target, tmp_path
     assert "FAULT   weights: " in out
 
 
-def test_a_healthy_pair_gets_no_fault_and_no_warning(doctor, clinic):
-    code, record, out = doctor(clinic.draft_folder)
+def test_a_healthy_pair_gets_no_fault_and_no_warning(doctor, healthy):
+    code, record, out = doctor(healthy.draft_folder)
     assert (code, statuses(record, "fault"), statuses(record, "warning")) == (0, [], [])
     assert record["verdict"].startswith("healthy: acceptance length 3.")
     assert record["verdict"].endswith("of 4 on 5 prompts")
     assert out.endswith(record["verdict"] + "\n")
 
 
-# ---- sixteen ways to break it: (folder of the draft to change, clinic) -> folder of the target, if it is another ----
-
-
 def in_config(**values: Any) -> Callable[..., None]:
-    def change(folder: Path, clinic: Clinic) -> None:
+    def change(folder: Path, healthy: HealthyPair) -> None:
         path = folder / "config.json"
         config = {**json.loads(path.read_text()), **values}
         if "target_layer_ids" in values:
@@ -146,7 +145,7 @@ def in_config(**values: Any) -> Callable[..., None]:
 
 
 def in_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., None]:
-    def write(folder: Path, clinic: Clinic) -> None:
+    def write(folder: Path, healthy: HealthyPair) -> None:
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -154,51 +153,51 @@ def in_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..
     return write
 
 
-def never_trained(folder: Path, clinic: Clinic) -> None:
-    new_draft(clinic.target).save_pretrained(folder)
+def never_trained(folder: Path, healthy: HealthyPair) -> None:
+    new_draft(healthy.target).save_pretrained(folder)
 
 
-def trained_on_next_slots(folder: Path, clinic: Clinic) -> None:
+def trained_on_next_slots(folder: Path, healthy: HealthyPair) -> None:
     train(
-        new_draft(clinic.target), clinic.answered, 140, lambda *arguments: losses(*arguments, label_shift=1)
+        new_draft(healthy.target), healthy.responses, 140, lambda *arguments: losses(*arguments, label_shift=1)
     ).save_pretrained(folder)
 
 
-def needing_to_see_the_whole_block(folder: Path, clinic: Clinic) -> None:
-    """Trained to be right if a slot sees all of its block, and wrong if not; then told not to look."""
+def needing_to_see_the_whole_block(folder: Path, healthy: HealthyPair) -> None:
+    """Train the draft to be right only with bidirectional attention in a block, and then make it causal."""
 
-    def loss(draft: DFlashDraftModel, answered: AnsweredPrompts, step: int) -> torch.Tensor:
-        blind = losses(with_fields(draft, {"is_causal": True}), answered, step)
-        return losses(draft, answered, step) + functional.relu(6 - blind)
+    def loss(draft: DFlashDraftModel, responses: TargetResponses, step: int) -> torch.Tensor:
+        blind = losses(with_fields(draft, {"is_causal": True}), responses, step)
+        return losses(draft, responses, step) + functional.relu(6 - blind)
 
-    draft = DFlashDraftModel.from_pretrained(clinic.draft_folder, target=clinic.target)
-    train(draft, clinic.answered, 40, loss).save_pretrained(folder)
-    in_config(is_causal=True)(folder, clinic)
+    draft = DFlashDraftModel.from_pretrained(healthy.draft_folder, target=healthy.target)
+    train(draft, healthy.responses, 40, loss).save_pretrained(folder)
+    in_config(is_causal=True)(folder, healthy)
 
 
-def truncated(folder: Path, clinic: Clinic) -> None:
+def truncated(folder: Path, healthy: HealthyPair) -> None:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
-def other_target(folder: Path, clinic: Clinic, **overrides: Any) -> Path:
-    path = folder.parent / "target"  # of the same name, so that nothing but its states tells
-    chat_target(clinic.tokenizer, **{"seed": 5, **overrides}).save_pretrained(path)
-    clinic.tokenizer.save_pretrained(path)
+def other_target(folder: Path, healthy: HealthyPair, **overrides: Any) -> Path:
+    path = folder.parent / "target"  # the same name, so that only the hidden states differ
+    chat_target(healthy.tokenizer, **{"seed": 5, **overrides}).save_pretrained(path)
+    healthy.tokenizer.save_pretrained(path)
     return path
 
 
-def other_tokenizer(folder: Path, clinic: Clinic) -> Path:
-    path = other_target(folder, clinic, seed=0)
-    bigger = clinic.tokenizer.__class__.from_pretrained(clinic.target_folder)
+def other_tokenizer(folder: Path, healthy: HealthyPair) -> Path:
+    path = other_target(folder, healthy, seed=0)
+    bigger = healthy.tokenizer.__class__.from_pretrained(healthy.target_folder)
     bigger.add_tokens([f"w{index}" for index in range(20)])
     bigger.save_pretrained(path)
     return path
 
 
-def other_template(folder: Path, clinic: Clinic) -> Path:
+def other_template(folder: Path, healthy: HealthyPair) -> Path:
     path = folder.parent / "target"
-    shutil.copytree(clinic.target_folder, path)
+    shutil.copytree(healthy.target_folder, path)
     (path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content | upper }};{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -226,13 +225,13 @@ BREAKS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "sliding window",
         'layer_types to ["full_attention", "full_attention"]',
     ),
-    # what cannot be told from a draft that learnt too little is said to be one of the two
+    # This fault cannot be distinguished from too little training, and the advice names both
     "another target of the same shape": (other_target, "acceptance", "undertrained, or it was trained on another"),
     "a target of another width": (
-        lambda folder, clinic: other_target(folder, clinic, hidden_size=64), "pair", "target for which it was trained"
+        lambda folder, pair: other_target(folder, pair, hidden_size=64), "pair", "target for which it was trained"
     ),
     "a target of another vocabulary": (
-        lambda folder, clinic: other_target(folder, clinic, vocab_size=280), "pair", "target for which it was trained"
+        lambda folder, pair: other_target(folder, pair, vocab_size=280), "pair", "target for which it was trained"
     ),
     "a tokenizer with more tokens than the target has": (other_tokenizer, "pair", "the tokenizer that belongs to"),
     "a template whose prompt does not begin its rows": (other_template, "chat template", "chat_template_kwargs"),
@@ -248,11 +247,11 @@ BREAKS: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_the_first_fault_names_what_is_broken_and_what_to_do(doctor, clinic, tmp_path, name):
+def test_the_first_fault_names_what_is_broken_and_what_to_do(doctor, healthy, tmp_path, name):
     break_it, finding, advice = BREAKS[name]
     folder = tmp_path / "draft"
-    shutil.copytree(clinic.draft_folder, folder)
-    code, record, out = doctor(folder, break_it(folder, clinic) or clinic.target_folder)
+    shutil.copytree(healthy.draft_folder, folder)
+    code, record, out = doctor(folder, break_it(folder, healthy) or healthy.target_folder)
     assert code == 1
     first = next(item for item in record["findings"] if item["status"] == "fault")
     assert first["name"] == finding, record["verdict"]
@@ -261,10 +260,10 @@ def test_the_first_fault_names_what_is_broken_and_what_to_do(doctor, clinic, tmp
     assert "Traceback" not in out
 
 
-def test_what_the_doctor_advises_makes_the_pair_healthy_again(doctor, clinic, tmp_path, run):
+def test_what_the_doctor_advises_makes_the_pair_healthy_again(doctor, healthy, tmp_path, run):
     folder, mended = tmp_path / "draft", tmp_path / "mended"
-    shutil.copytree(clinic.draft_folder, folder)
-    in_config(target_layer_ids=[1, 3, 5])(folder, clinic)
+    shutil.copytree(healthy.draft_folder, folder)
+    in_config(target_layer_ids=[1, 3, 5])(folder, healthy)
     _, record, _ = doctor(folder)
     (fault,) = (item for item in record["findings"] if item["status"] == "fault")
     setting = fault["advice"].split("--set '")[1].split("'")[0]
@@ -273,51 +272,48 @@ def test_what_the_doctor_advises_makes_the_pair_healthy_again(doctor, clinic, tm
     assert (code, record["verdict"][:26]) == (0, "healthy: acceptance length")
 
 
-def test_float16_that_overflows_is_named_with_the_place(doctor, clinic, tmp_path):
-    """The norm behind `fc` hides its scale in float32."""
+def test_float16_that_overflows_is_named_with_the_place(doctor, healthy, tmp_path):
+    """In float32 the norm after `fc` removes the scale."""
     folder = tmp_path / "draft"
-    shutil.copytree(clinic.draft_folder, folder)
-    in_tensors(lambda tensors: tensors["fc.weight"].mul_(3e4))(folder, clinic)
+    shutil.copytree(healthy.draft_folder, folder)
+    in_tensors(lambda tensors: tensors["fc.weight"].mul_(3e4))(folder, healthy)
     assert doctor(folder)[0] == 0
-    code, record, _ = doctor(folder, clinic.target_folder, "--dtype", "float16")
+    code, record, _ = doctor(folder, healthy.target_folder, "--dtype", "float16")
     assert (code, statuses(record, "fault")[0]) == (1, "activations")
     assert "not finite in float16 from fc on" in record["verdict"]
 
 
-def test_an_unreadable_target_and_bad_options_end_in_words(doctor, clinic, tmp_path, run):
-    code, record, _ = doctor(clinic.draft_folder, tmp_path / "nothing")
+def test_an_unreadable_target_is_a_finding_and_bad_options_are_errors(doctor, healthy, tmp_path, run):
+    code, record, _ = doctor(healthy.draft_folder, tmp_path / "nothing")
     assert (code, statuses(record, "fault")) == (1, ["target files"])
-    code, _, err = run("doctor", "--draft", clinic.draft_folder, "--num-prompts", 65)
+    code, _, err = run("doctor", "--draft", healthy.draft_folder, "--num-prompts", 65)
     assert code == 1
     assert "--num-prompts 65 must be in 1 … 64" in err
-    code, _, err = run("doctor", "--draft", clinic.draft_folder, "--max-new-tokens", 1)
+    code, _, err = run("doctor", "--draft", healthy.draft_folder, "--max-new-tokens", 1)
     assert "--max-new-tokens 1 must be at least 2" in err
 
 
-# ---- checks by themselves ----
-
-
-def test_states_of_the_layer_before_are_found_and_the_layer_is_named(clinic, monkeypatch):
+def test_states_of_the_layer_before_are_found_and_the_layer_is_named(healthy, monkeypatch):
     real = dflash_hf.doctor.checks.target_hidden_states
     monkeypatch.setattr(
         dflash_hf.doctor.checks,
         "target_hidden_states",
         lambda target, ids, mask, layer_ids: real(target, ids, mask, [layer_id + 1 for layer_id in layer_ids]),
     )
-    finding = check_target_states(clinic.target, clinic.draft, clinic.answered)
+    finding = check_target_states(healthy.target, healthy.draft, healthy.responses)
     assert finding.status == "fault"
     assert "reads as layer 0" in finding.measured
     assert "nearest is hidden_states[2]" in finding.measured
 
 
-def test_decoding_that_accepts_less_than_the_finished_text_is_a_fault_of_its_own(clinic):
-    examination = Examination(clinic.target, clinic.draft, clinic.tokenizer, PROMPTS, NEW_TOKENS)
-    examination.answered = clinic.answered
-    for generation in examination.drafted:
-        generation.committed = [1] * len(generation.token_ids)
-    finding = examination._generation()
+def test_decoding_that_accepts_less_than_simulated_decoding_is_a_fault(healthy):
+    diagnosis = Diagnosis(healthy.target, healthy.draft, healthy.tokenizer, PROMPTS, NEW_TOKENS)
+    diagnosis.responses = healthy.responses
+    for generation in diagnosis.generations:
+        generation.committed, generation.verified = [1] * len(generation.token_ids), None
+    finding = diagnosis._generation()
     assert finding.status == "fault"
-    assert finding.measured.startswith("1.00 tokens a pass when decoding, 3.")
+    assert finding.measured.startswith("acceptance length 1.00 in decoding, 3.")
 
 
 @pytest.mark.parametrize(
@@ -344,11 +340,11 @@ def test_a_mask_token_with_a_meaning_or_without_an_embedding_is_a_warning(mask_t
 def test_a_scaled_embedding_is_also_measured_without_its_factor():
     target, tokenizer = make_family("gemma2", vocab_size=272), make_tokenizer()
     draft = make_draft(target, mask_token_id=261)
-    findings = {finding.name: finding for finding in Examination(target, draft, tokenizer, ["Sing."], 8).run()}
+    findings = {finding.name: finding for finding in Diagnosis(target, draft, tokenizer, ["Sing."], 8).run()}
     assert "without the target's factor 5.65685" in findings["embedding scale"].measured
 
 
-def test_norms_that_never_moved_while_the_rest_did_are_a_warning(target):
+def test_norms_that_did_not_change_while_other_weights_did_are_a_warning(target):
     draft = DFlashDraftModel.from_target(target, num_hidden_layers=1, num_target_layers=2, mask_token_id=96)
     for name, value in draft.named_parameters():
         if not name.endswith("norm.weight"):
@@ -358,9 +354,9 @@ def test_norms_that_never_moved_while_the_rest_did_are_a_warning(target):
     assert check_weights(draft).status == "ok"
 
 
-def test_a_tokenizer_without_a_template_and_unknown_arguments_are_warnings(clinic):
+def test_a_tokenizer_without_a_template_and_unknown_arguments_are_warnings(healthy):
     tokenizer = make_tokenizer()
-    config = with_fields(clinic.draft, {"chat_template_kwargs": {"enable_thinking": False}}).config
+    config = with_fields(healthy.draft, {"chat_template_kwargs": {"enable_thinking": False}}).config
     finding = check_template(tokenizer, config, "Sing.", "La.")
     assert (finding.status, "does not use enable_thinking" in finding.measured) == ("warning", True)
     tokenizer.chat_template = None
@@ -376,8 +372,22 @@ def test_a_check_that_fails_is_a_finding_and_the_verdict_counts_it():
     assert verdict([finding, finding]).startswith("2 faults:\n1. slot layout: the check failed")
 
 
-def test_every_finding_has_a_paragraph_in_the_guide(clinic, doctor):
-    _, record, _ = doctor(clinic.draft_folder)
+def test_the_diagnosis_still_has_its_name_of_version_0_1_0():
+    assert dflash_hf.doctor.Examination is dflash_hf.doctor.Diagnosis
+
+
+def test_responses_of_one_token_have_no_acceptance_length(healthy):
+    diagnosis = Diagnosis(healthy.target, healthy.draft, healthy.tokenizer, PROMPTS, NEW_TOKENS)
+    diagnosis.generations = [Generation([5], 1.0, [])]
+    assert diagnosis.acceptance_length is None
+    finding = diagnosis._acceptance()
+    assert (finding.status, finding.measured) == ("skipped", "the responses have one token each")
+    diagnosis.generations = [Generation([5, 6, 7, 8], 1.0, [2, 1]), Generation([5, 6, 7, 8], 1.0, [3])]
+    assert diagnosis.acceptance_length == 2.0
+
+
+def test_every_finding_has_a_paragraph_in_the_guide(healthy, doctor):
+    _, record, _ = doctor(healthy.draft_folder)
     guide = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
     for name in [item["name"] for item in record["findings"]] + ["target generation", "target files"]:
         assert f"**{name}**" in guide

@@ -41,7 +41,7 @@ def doctor(
 ) -> None:
     """Diagnose why the target accepts few or no tokens of a draft. The exit code is 1 if there is a fault."""
     from ..data.prompts import read_prompts
-    from ..doctor.examination import verdict
+    from ..doctor.diagnosis import verdict
 
     questions = read_prompts(str(prompts or QUESTIONS))
     if not 1 <= num_prompts <= len(questions):
@@ -91,7 +91,7 @@ def _diagnose(
     from torch import nn
 
     from ..doctor.checks import check_weights
-    from ..doctor.examination import Examination
+    from ..doctor.diagnosis import Diagnosis
     from ..model.modeling_dflash import DFlashDraftModel
     from ..target.loading import load_target
 
@@ -129,5 +129,5 @@ def _diagnose(
         )
         return
     nn.Module.to(pair, model.device, model.dtype)
-    examination = Examination(model, pair, tokenizer, prompts, max_new_tokens, name, [weights])
-    yield from examination.run(lambda check: show(f"{check} …"))
+    diagnosis = Diagnosis(model, pair, tokenizer, prompts, max_new_tokens, name, [weights])
+    yield from diagnosis.run(lambda check: show(f"{check} …"))

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from .. import lazy_exports
 
-__all__ = ["Examination", "verdict"]
+__all__ = ["Diagnosis", "Examination", "verdict"]
 
 if TYPE_CHECKING:
-    from .examination import Examination, verdict
+    from .diagnosis import Diagnosis, Examination, verdict
 else:
-    __getattr__ = lazy_exports(__name__, {".examination": ["Examination", "verdict"]})
+    __getattr__ = lazy_exports(__name__, {".diagnosis": ["Diagnosis", "Examination", "verdict"]})

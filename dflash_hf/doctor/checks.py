@@ -22,7 +22,7 @@ from ..model.configuration_dflash import DFlashConfig
 from ..model.modeling_dflash import DFlashDraftModel, embed_tokens
 from ..target.hidden_states import target_hidden_states
 from .finding import FAULT, OK, SKIPPED, WARNING, Finding
-from .forced_decoding import AnsweredPrompts
+from .forced_decoding import TargetResponses
 
 # Relative distance of two computations of the same hidden states. Kernels sum in different orders, which matters in
 # half precision.
@@ -114,7 +114,7 @@ def check_weights(draft: DFlashDraftModel) -> Finding:
             "weights",
             WARNING,
             measured,
-            "The norms did not change: the weights were trained in half precision, which rounds small updates to zero. "
+            "The norms did not change: training in half precision rounds small updates of the weights to zero. "
             "Train with dtype=torch.float32 and bf16=True.",
         )
     if draft.dtype == torch.float16:
@@ -246,18 +246,18 @@ def check_template(
 
 
 @torch.no_grad()
-def check_target_states(target: PreTrainedModel, draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
+def check_target_states(target: PreTrainedModel, draft: DFlashDraftModel, responses: TargetResponses) -> Finding:
     """
     Compare the hidden states that the draft reads with `output_hidden_states` of a plain forward pass of the target.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): The pair.
-        answered ([`AnsweredPrompts`]): The text, of which the first sequence is used.
+        responses ([`TargetResponses`]): The text, of which the first sequence is used.
 
     Returns:
         [`Finding`] named "target states".
     """
-    ids = answered.input_ids[:1, answered.token_valid_mask[0]]
+    ids = responses.input_ids[:1, responses.token_valid_mask[0]]
     layer_ids = draft.config.target_layer_ids or []
     given = target_hidden_states(target, ids, torch.ones_like(ids, dtype=torch.bool), layer_ids)
     plain = target(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
@@ -297,23 +297,23 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def check_activations(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
+def check_activations(draft: DFlashDraftModel, responses: TargetResponses) -> Finding:
     """
     Run one block and find the first module whose output is not finite.
 
     Args:
         draft ([`DFlashDraftModel`]): The draft, tied, in the dtype of decoding.
-        answered ([`AnsweredPrompts`]): The text, of which the first sequence is used.
+        responses ([`TargetResponses`]): The text, of which the first sequence is used.
 
     Returns:
         [`Finding`] named "activations".
     """
-    num_tokens = int(answered.token_valid_mask[0].sum())
-    context = answered.context(draft.config.target_layer_ids or [])[:1, : num_tokens - 1]
+    num_tokens = int(responses.token_valid_mask[0].sum())
+    context = responses.context(draft.config.target_layer_ids or [])[:1, : num_tokens - 1]
     largest: dict[str, float] = {"target states": context.float().abs().max().item()}
     with _recorded(draft, largest):
         draft(
-            noise_embeds=draft.embed_blocks(answered.input_ids[:1, num_tokens - 1 :][:, :1]),
+            noise_embeds=draft.embed_blocks(responses.input_ids[:1, num_tokens - 1 :][:, :1]),
             context_hidden_states=context,
         )
     dtype = str(draft.dtype)[6:]
@@ -351,7 +351,7 @@ def _recorded(draft: DFlashDraftModel, largest: dict[str, float]) -> Iterator[No
 
 
 @torch.no_grad()
-def check_paths(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
+def check_paths(draft: DFlashDraftModel, responses: TargetResponses) -> Finding:
     """
     Compare the blocks of training with those of generation, which reads the context through the cache.
 
@@ -359,18 +359,18 @@ def check_paths(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
 
     Args:
         draft ([`DFlashDraftModel`]): The draft, tied.
-        answered ([`AnsweredPrompts`]): The text, of which the first sequence with a whole block is used.
+        responses ([`TargetResponses`]): The text, of which the first sequence with a whole block is used.
 
     Returns:
         [`Finding`] named "training and generation".
     """
     name, size = "training and generation", draft.config.block_size
-    lengths, starts = answered.token_valid_mask.sum(-1).tolist(), answered.supervised_mask.int().argmax(-1).tolist()
+    lengths, starts = responses.token_valid_mask.sum(-1).tolist(), responses.supervised_mask.int().argmax(-1).tolist()
     row = next((index for index in range(len(lengths)) if lengths[index] - starts[index] >= size), None)
     if row is None:
         return Finding(name, SKIPPED, f"no response is as long as a block of {size}", "Use other prompts.")
-    ids = answered.input_ids[row : row + 1, : lengths[row]]
-    context = answered.context(draft.config.target_layer_ids or [])[row : row + 1, : lengths[row]]
+    ids = responses.input_ids[row : row + 1, : lengths[row]]
+    context = responses.context(draft.config.target_layer_ids or [])[row : row + 1, : lengths[row]]
     batch = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), hidden_states=context)
     plan = build_dflash_batch_plan(
         batch.valid,

@@ -1,7 +1,8 @@
-"""A draft on answers that its target wrote itself: which slots are right, and against which token."""
+"""Teacher-forced measurements of a draft on responses of its target: accepted tokens, and the token of each slot."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,26 +24,29 @@ from ..target.hidden_states import target_hidden_states
 from .finding import FAULT, OK, SKIPPED, Finding
 
 BLOCKS_PER_PASS = 32
-# A slot rule that is off by one leaves almost nothing right at its own place; repeated words give a few percent.
+# If slots are labelled one position off, almost no prediction is right at its own position. Repeated words give a few
+# percent.
 SHIFT_MARGIN = 0.1
 
 
 @dataclass(frozen=True)
-class AnsweredPrompts:
+class TargetResponses:
     """
-    Prompts, the target's own greedy answers, and its states in every layer.
+    The greedy responses of a target to prompts, and its hidden states in every layer.
 
     Args:
-        inputs (`list[dict]`): of `generate`, one a prompt.
-        answers (`list[list[int]]`): new tokens of each prompt.
-        input_ids (`torch.LongTensor` of shape `[R, S]`): prompt and answer, padded on the right.
-        token_valid_mask, supervised_mask (`torch.BoolTensor` of shape `[R, S]`): real tokens; tokens of the answer.
-        layer_states (`tuple[torch.FloatTensor, ...]`): each `[R, S, hidden_size]`: the embedding, then every layer.
-        end_token_ids (`tuple[int, ...]`): tokens that end an answer.
+        inputs (`list[dict]`): The inputs of `generate` for each prompt.
+        completions (`list[list[int]]`): The new tokens of each response.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): Prompts and responses, padded on the right.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+        supervised_mask (`torch.BoolTensor` of shape `[R, S]`): True at tokens of the responses.
+        layer_states (`tuple[torch.FloatTensor, ...]`): The embedding and the output of every layer, each of shape
+            `[R, S, hidden_size]`.
+        end_token_ids (`tuple[int, ...]`): Tokens that end a response.
     """
 
     inputs: list[dict[str, torch.Tensor]]
-    answers: list[list[int]]
+    completions: list[list[int]]
     input_ids: torch.Tensor
     token_valid_mask: torch.Tensor
     supervised_mask: torch.Tensor
@@ -51,10 +55,10 @@ class AnsweredPrompts:
 
     def context(self, layer_ids: Sequence[int]) -> torch.Tensor:
         """
-        What a draft that taps these layers reads.
+        Return the hidden states that a draft with these target layers reads.
 
         Args:
-            layer_ids (`Sequence[int]`): counted from 0; -1 is the embedding.
+            layer_ids (`Sequence[int]`): Layers, counted from 0; -1 is the embedding.
 
         Returns:
             `torch.FloatTensor` of shape `[R, S, len(layer_ids) * hidden_size]`.
@@ -66,7 +70,7 @@ class AnsweredPrompts:
         Return the text with the hidden states that a draft of these target layers reads.
 
         Args:
-            layer_ids (`Sequence[int]`): as for [`context`].
+            layer_ids (`Sequence[int]`): The argument of [`context`].
 
         Returns:
             [`TokenBatch`]
@@ -77,11 +81,11 @@ class AnsweredPrompts:
 
     @property
     def anchor_mask(self) -> torch.Tensor:
-        """`torch.BoolTensor` of shape `[R, S]`: True where a block can be drafted."""
+        """`torch.BoolTensor` of shape `[R, S]`: True where the anchor of a block may stand."""
         return functional.pad(self.supervised_mask[:, 1:], (0, 1)) & self.token_valid_mask
 
 
-def answer_prompts(
+def generate_responses(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
@@ -89,38 +93,39 @@ def answer_prompts(
     max_new_tokens: int,
     chat_template_kwargs: dict[str, Any] | None = None,
     use_template: bool = True,
-) -> AnsweredPrompts:
+) -> TargetResponses:
     """
-    Let the target answer prompts greedily, and keep its states in all layers.
+    Generate greedy responses of the target and keep its hidden states in all layers.
 
     Args:
-        target (`PreTrainedModel`): in evaluation mode.
-        tokenizer (`PreTrainedTokenizerBase`): the target's.
-        prompts (`Sequence[str]`): user messages.
-        max_new_tokens (`int`): longest answer in tokens.
-        chat_template_kwargs (`dict`, *optional*): for the template.
-        use_template (`bool`, defaults to `True`): `False` continues the bare text.
+        target (`PreTrainedModel`): The target in evaluation mode.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
+        prompts (`Sequence[str]`): User messages.
+        max_new_tokens (`int`): The longest response in tokens.
+        chat_template_kwargs (`dict`, *optional*): Arguments for the chat template.
+        use_template (`bool`, defaults to `True`): Whether to render the prompts with the chat template. Otherwise the
+            target continues their text.
 
     Returns:
-        [`AnsweredPrompts`]
+        [`TargetResponses`]
     """
     inputs: list[dict[str, torch.Tensor]] = []
-    answers: list[list[int]] = []
+    completions: list[list[int]] = []
     rows: list[dict[str, Any]] = []
     for index, prompt in enumerate(prompts):
         if use_template:
-            asked = chat_inputs(tokenizer, prompt, target.device, chat_template_kwargs)
+            prompt_inputs = chat_inputs(tokenizer, prompt, target.device, chat_template_kwargs)
         else:
             encoded = tokenizer(prompt, return_tensors="pt").to(target.device)
-            asked = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-        answer = generate_timed(
-            target, asked, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            prompt_inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        completion = generate_timed(
+            target, prompt_inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
         ).token_ids
-        question = asked["input_ids"][0].tolist()
-        mask = [False] * len(question) + [True] * len(answer)
-        rows.append({"input_ids": question + answer, "supervised_mask": mask, "sample_id": index})
-        inputs.append(asked)
-        answers.append(answer)
+        prompt_ids = prompt_inputs["input_ids"][0].tolist()
+        mask = [False] * len(prompt_ids) + [True] * len(completion)
+        rows.append({"input_ids": prompt_ids + completion, "supervised_mask": mask, "sample_id": index})
+        inputs.append(prompt_inputs)
+        completions.append(completion)
     batch = DFlashCollator()(rows)
     ids, valid, supervised = (
         batch[name].to(target.device) for name in ("input_ids", "token_valid_mask", "supervised_mask")
@@ -129,68 +134,68 @@ def answer_prompts(
     states = target_hidden_states(target, ids, valid, list(range(-1, depth)))
     ends = None if target.generation_config is None else target.generation_config.eos_token_id
     end_token_ids = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-    return AnsweredPrompts(inputs, answers, ids, valid, supervised, states.chunk(depth + 1, dim=-1), end_token_ids)
+    return TargetResponses(inputs, completions, ids, valid, supervised, states.chunk(depth + 1, dim=-1), end_token_ids)
 
 
-def accepted_slots(
+def accepted_tokens(
     draft: DFlashDraftModel,
-    answered: AnsweredPrompts,
+    responses: TargetResponses,
     layer_ids: Sequence[int] | None = None,
     model: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
     """
-    Leading slots that are right at every anchor of the answers.
+    Count the drafted tokens that the target accepts at every anchor of the responses.
 
     Args:
-        draft ([`DFlashDraftModel`]): tied.
-        answered ([`AnsweredPrompts`]): the text.
-        layer_ids (`Sequence[int]`, *optional*): layers to read instead of the configuration's.
-        model (`Callable`, *optional*): calls the draft in another way.
+        draft ([`DFlashDraftModel`]): The draft, tied.
+        responses ([`TargetResponses`]): The text.
+        layer_ids (`Sequence[int]`, *optional*): The target layers to read instead of those of the configuration.
+        model (`Callable`, *optional*): A function that calls the draft in another way.
 
     Returns:
-        `torch.LongTensor` of shape `[R, S]`: 0 where no anchor is.
+        `torch.LongTensor` of shape `[R, S]`: 0 at positions that are no anchor.
     """
     return accepted_tokens_at_every_anchor(
         model or draft,
         draft,
-        answered.batch(layer_ids or draft.config.target_layer_ids or []),
+        responses.batch(layer_ids or draft.config.target_layer_ids or []),
         blocks_per_pass=BLOCKS_PER_PASS,
     )
 
 
-def simulated_passes(accepted: torch.Tensor, answered: AnsweredPrompts, block_size: int) -> torch.Tensor:
+def simulated_passes(accepted: torch.Tensor, responses: TargetResponses, block_size: int) -> torch.Tensor:
     """
-    Simulate decoding of the answers and count the verify passes of each by the tokens they commit.
+    Simulate decoding of the responses and count the verify passes of each by the tokens they commit.
 
     Args:
-        accepted (`torch.LongTensor` of shape `[R, S]`): from [`accepted_slots`].
-        answered ([`AnsweredPrompts`]): the text.
-        block_size (`int`): slots of a block, the anchor included.
+        accepted (`torch.LongTensor` of shape `[R, S]`): The result of [`accepted_tokens`].
+        responses ([`TargetResponses`]): The text.
+        block_size (`int`): Slots of a block, the anchor included.
 
     Returns:
-        `torch.LongTensor` of shape `[R, block_size]`: as [`simulate_decoding`] returns it.
+        `torch.LongTensor` of shape `[R, block_size]`: The counts of [`simulate_decoding`].
     """
-    batch = TokenBatch(answered.input_ids, answered.token_valid_mask, answered.supervised_mask)
-    return simulate_decoding(accepted, batch, block_size=block_size, end_token_ids=answered.end_token_ids)
+    batch = TokenBatch(responses.input_ids, responses.token_valid_mask, responses.supervised_mask)
+    return simulate_decoding(accepted, batch, block_size=block_size, end_token_ids=responses.end_token_ids)
 
 
 @torch.no_grad()
-def slot_predictions(draft: DFlashDraftModel, answered: AnsweredPrompts) -> torch.Tensor:
+def slot_predictions(draft: DFlashDraftModel, responses: TargetResponses) -> torch.Tensor:
     """
-    What every slot of every block says.
+    Return the most likely token of every slot of every block.
 
     Args:
-        draft ([`DFlashDraftModel`]): tied.
-        answered ([`AnsweredPrompts`]): the text.
+        draft ([`DFlashDraftModel`]): The draft, tied.
+        responses ([`TargetResponses`]): The text.
 
     Returns:
-        `torch.LongTensor` of shape `[R, S, B]`: the most likely token at anchor and slot; -1 where no block is.
+        `torch.LongTensor` of shape `[R, S, B]`: The token by anchor and slot; -1 at positions that are no anchor.
     """
-    rows, length = answered.input_ids.shape
+    rows, length = responses.input_ids.shape
     block_size = draft.config.block_size
-    batch = answered.batch(draft.config.target_layer_ids or [])
+    batch = responses.batch(draft.config.target_layer_ids or [])
     plan = batch.plan_every_anchor(block_size)
-    predictions = answered.input_ids.new_full((rows, length, block_size), -1)
+    predictions = responses.input_ids.new_full((rows, length, block_size), -1)
     num_anchors = int(plan.block_valid.view(rows, length).sum(-1).max())
     for start in range(0, num_anchors, BLOCKS_PER_PASS):
         part = blocks_of_each_row(plan, rows, slice(start, min(start + BLOCKS_PER_PASS, num_anchors)))
@@ -206,27 +211,27 @@ def shifted_accuracy(
     predictions: torch.Tensor, input_ids: torch.Tensor, supervised_mask: torch.Tensor, shift: int
 ) -> list[float]:
     """
-    How often slots 1 … B - 1 say the token `shift` places after their own.
+    Return how often slots 1 … B - 1 predict the token `shift` positions after their own.
 
-    Only slots count whose own place and both neighbours lie in the answer or at the anchor, so that accuracies of
-    different shifts are of the same slots.
+    Only slots count whose own position and both neighbours are in the response or at the anchor, so that the
+    accuracies of different shifts are measured on the same slots.
 
     Args:
-        predictions (`torch.LongTensor` of shape `[R, S, B]`): from [`slot_predictions`].
-        input_ids (`torch.LongTensor` of shape `[R, S]`): the text.
-        supervised_mask (`torch.BoolTensor` of shape `[R, S]`): tokens of answers.
+        predictions (`torch.LongTensor` of shape `[R, S, B]`): The result of [`slot_predictions`].
+        input_ids (`torch.LongTensor` of shape `[R, S]`): The text.
+        supervised_mask (`torch.BoolTensor` of shape `[R, S]`): True at tokens of the responses.
         shift (`int`): -1, 0 or 1.
 
     Returns:
-        `list[float]`: one a slot; NaN where no slot counts.
+        `list[float]`: The accuracy of each slot; NaN for a slot that is never counted.
 
     Example:
 
     ```python
-    >>> ids, said = torch.tensor([[4, 5, 6, 7]]), torch.full((1, 4, 2), -1)
-    >>> said[0, 0, 1] = 6
-    >>> answer = torch.tensor([[False, True, True, True]])
-    >>> shifted_accuracy(said, ids, answer, 0), shifted_accuracy(said, ids, answer, 1)
+    >>> ids, predictions = torch.tensor([[4, 5, 6, 7]]), torch.full((1, 4, 2), -1)
+    >>> predictions[0, 0, 1] = 6
+    >>> response = torch.tensor([[False, True, True, True]])
+    >>> shifted_accuracy(predictions, ids, response, 0), shifted_accuracy(predictions, ids, response, 1)
     ([0.0], [1.0])
 
     ```
@@ -234,41 +239,41 @@ def shifted_accuracy(
     length, block_size = input_ids.shape[1], predictions.shape[2]
     accuracies = []
     for slot in range(1, block_size):
-        last = length - slot - 1  # anchors before it have a place after the slot's own
-        said = predictions[:, : max(last, 0), slot]
-        counts = (said >= 0) & supervised_mask[:, slot + 1 :]
-        labels = input_ids[:, slot + shift : slot + shift + said.shape[1]]
-        right = ((said == labels) & counts).sum().item()
-        total = counts.sum().item()
-        accuracies.append(right / total if total else float("nan"))
+        last = length - slot - 1  # for anchors before it, the position after the slot's own exists
+        predicted = predictions[:, : max(last, 0), slot]
+        is_counted = (predicted >= 0) & supervised_mask[:, slot + 1 :]
+        labels = input_ids[:, slot + shift : slot + shift + predicted.shape[1]]
+        num_correct = ((predicted == labels) & is_counted).sum().item()
+        num_counted = is_counted.sum().item()
+        accuracies.append(num_correct / num_counted if num_counted else float("nan"))
     return accuracies
 
 
-def check_slots(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
+def check_slots(draft: DFlashDraftModel, responses: TargetResponses) -> Finding:
     """
-    Compare what the slots say with their own tokens and with the neighbours.
+    Compare the predictions of the slots with the tokens at their own positions and at the neighbouring ones.
 
     Args:
-        draft ([`DFlashDraftModel`]): tied.
-        answered ([`AnsweredPrompts`]): the text.
+        draft ([`DFlashDraftModel`]): The draft, tied.
+        responses ([`TargetResponses`]): The text.
 
     Returns:
         [`Finding`] named "slot layout".
     """
-    predictions = slot_predictions(draft, answered)
+    predictions = slot_predictions(draft, responses)
     by_shift = {
-        shift: shifted_accuracy(predictions, answered.input_ids, answered.supervised_mask, shift)
+        shift: shifted_accuracy(predictions, responses.input_ids, responses.supervised_mask, shift)
         for shift in (0, 1, -1)
     }
     means = {shift: _mean(values) for shift, values in by_shift.items()}
-    if means[0] != means[0]:
-        return Finding("slot layout", SKIPPED, "the answers are shorter than two tokens", "Use other prompts.")
+    if math.isnan(means[0]):
+        return Finding("slot layout", SKIPPED, "the responses are shorter than two tokens", "Use other prompts.")
     slots = " ".join(f"{value:.0%}" for value in by_shift[0])
     measured = (
         f"slots 1 … {draft.config.block_size - 1} are right in {slots}; on average {means[0]:.0%} at their own "
-        f"place, {means[1]:.0%} one place later, {means[-1]:.0%} one earlier"
+        f"position, {means[1]:.0%} one position later, {means[-1]:.0%} one earlier"
     )
-    shift = max((1, -1), key=lambda place: means[place])
+    shift = max((1, -1), key=lambda position: means[position])
     if means[shift] < means[0] + SHIFT_MARGIN:
         return Finding("slot layout", OK, measured)
     rule = "a + k + 1" if shift == 1 else "a + k - 1"
@@ -276,12 +281,13 @@ def check_slots(draft: DFlashDraftModel, answered: AnsweredPrompts) -> Finding:
         "slot layout",
         FAULT,
         measured,
-        f"Slot k of the block at anchor a was trained on token {rule}; here and in servers it is a + k. Label slot k "
-        "with input_ids[a + k], without a shift, and train again; a draft of the other rule (sample_from_anchor, "
-        "DeepSpec) is served by the software that made it.",
+        f"Slot k of the block at anchor a was trained on token {rule}, while this package and servers use a + k. "
+        "Label slot k with input_ids[a + k], without a shift, and train again. A draft with the other convention "
+        "(sample_from_anchor, DeepSpec) needs the software that made it.",
     )
 
 
 def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if value == value]
+    """Return the mean of the values that are not NaN."""
+    known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else float("nan")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..model.configuration_dflash import ROPE_TYPES, DFlashConfig
 from ..model.modeling_dflash import DFlashDraftModel, embedding_scale
 from .finding import CHECK_ERRORS, FAULT, OK, SKIPPED, WARNING, Finding
-from .forced_decoding import AnsweredPrompts, accepted_slots
+from .forced_decoding import TargetResponses, accepted_tokens
 
 # A perturbation is significant from this gain in tokens per pass on. Other prompts of the same kind change the mean of
 # a good draft by about half of it, and a wrong setting costs more.
@@ -57,7 +57,7 @@ class Perturbation:
         layer_ids (`list[int]`, *optional*): The target layers that the draft reads. They may be layers that a
             configuration does not allow.
         noise_factor (`float`, defaults to 1.0): A factor for the embeddings of the block.
-        answered (`Callable`, *optional*): Returns other text to measure on.
+        responses (`Callable`, *optional*): Returns other text to measure on.
     """
 
     description: str
@@ -65,7 +65,7 @@ class Perturbation:
     fields: dict[str, Any] = field(default_factory=dict)
     layer_ids: list[int] | None = None
     noise_factor: float = 1.0
-    answered: Callable[[], AnsweredPrompts] | None = None
+    responses: Callable[[], TargetResponses] | None = None
 
 
 def with_fields(draft: DFlashDraftModel, fields: dict[str, Any]) -> DFlashDraftModel:
@@ -113,8 +113,8 @@ def measure_perturbations(
     target: PreTrainedModel,
     draft: DFlashDraftModel,
     tokenizer: PreTrainedTokenizerBase,
-    answered: AnsweredPrompts,
-    answer_again: Callable[..., AnsweredPrompts],
+    responses: TargetResponses,
+    respond_again: Callable[..., TargetResponses],
     on_family: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Finding]:
     """
@@ -123,15 +123,15 @@ def measure_perturbations(
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): The pair.
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
-        answered ([`AnsweredPrompts`]): The text on which the acceptance is measured.
-        answer_again (`Callable`): Generates responses with other `use_template` or `chat_template_kwargs`.
+        responses ([`TargetResponses`]): The text on which the acceptance is measured.
+        respond_again (`Callable`): Generates responses with other `use_template` or `chat_template_kwargs`.
         on_family (`Callable`): Called with the name of a family of perturbations before it is measured.
 
     Yields:
         [`Finding`]: One finding for each family. The perturbation with the largest significant gain is a fault, and
         other significant ones are warnings.
     """
-    unperturbed = _committed_per_anchor(draft, answered)
+    unperturbed = _committed_per_anchor(draft, responses)
     base = unperturbed.mean().item()
     if base >= NEAR_PERFECT * draft.config.block_size:
         for name in FAMILIES:
@@ -147,13 +147,13 @@ def measure_perturbations(
         "sliding window": lambda: _no_window(draft.config),
         "mask token id": lambda: _other_mask_tokens(target, draft.config, tokenizer),
         "embedding scale": lambda: _other_scale(draft),
-        "prompt format": lambda: _other_prompts(draft.config, tokenizer, answer_again, base),
+        "prompt format": lambda: _other_prompts(draft.config, tokenizer, respond_again, base),
     }
     results = []
     for name, make in families.items():
         on_family(name)
         try:
-            results.append(_measure(name, list(make()), draft, answered, unperturbed))
+            results.append(_measure(name, list(make()), draft, responses, unperturbed))
         except CHECK_ERRORS as error:
             results.append(_Result(name, 0, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"))
     best = max(results, key=_Result.rank)
@@ -192,7 +192,7 @@ class _Result:
 
 
 def _committed_per_anchor(
-    draft: DFlashDraftModel, answered: AnsweredPrompts, perturbation: Perturbation | None = None
+    draft: DFlashDraftModel, responses: TargetResponses, perturbation: Perturbation | None = None
 ) -> torch.Tensor:
     """
     Return the tokens that a pass would commit at every anchor, the bonus token included.
@@ -200,33 +200,33 @@ def _committed_per_anchor(
     Decoding reaches only some of these anchors. The mean over all of them has a smaller standard error.
     """
     if perturbation is None:
-        accepted = accepted_slots(draft, answered)
+        accepted = accepted_tokens(draft, responses)
     else:
         changed, factor = with_fields(draft, perturbation.fields), perturbation.noise_factor
 
         def run(noise_embeds: torch.Tensor, **kwargs: Any) -> Any:
             return changed(noise_embeds=noise_embeds * factor, **kwargs)
 
-        accepted = accepted_slots(changed, answered, perturbation.layer_ids, run)
-    return 1 + accepted[answered.anchor_mask].float()
+        accepted = accepted_tokens(changed, responses, perturbation.layer_ids, run)
+    return 1 + accepted[responses.anchor_mask].float()
 
 
 def _measure(
     name: str,
     perturbations: Sequence[Perturbation],
     draft: DFlashDraftModel,
-    answered: AnsweredPrompts,
+    responses: TargetResponses,
     unperturbed: torch.Tensor,
 ) -> _Result:
     """Measure the perturbations of a family and return the best."""
     results = [_Result(name, len(perturbations))]
     for perturbation in perturbations:
-        if perturbation.answered is None:
-            committed = _committed_per_anchor(draft, answered, perturbation)
+        if perturbation.responses is None:
+            committed = _committed_per_anchor(draft, responses, perturbation)
             difference = committed - unperturbed
             variance = difference.var() / len(difference)
         else:  # the anchors of other text cannot be paired with those of the first text
-            committed = _committed_per_anchor(draft, perturbation.answered(), perturbation)
+            committed = _committed_per_anchor(draft, perturbation.responses(), perturbation)
             variance = committed.var() / len(committed) + unperturbed.var() / len(unperturbed)
         gain = (committed.mean() - unperturbed.mean()).item()
         is_significant = gain >= max(SIGNIFICANT_GAIN, STANDARD_ERRORS * variance.sqrt().item())
@@ -363,7 +363,7 @@ def _other_scale(draft: DFlashDraftModel) -> Iterator[Perturbation]:
 def _other_prompts(
     config: DFlashConfig,
     tokenizer: PreTrainedTokenizerBase,
-    answer_again: Callable[..., AnsweredPrompts],
+    respond_again: Callable[..., TargetResponses],
     base: float,
 ) -> Iterator[Perturbation]:
     """Yield prompts without the chat template and with other template arguments, if little is accepted."""
@@ -372,7 +372,7 @@ def _other_prompts(
     yield Perturbation(
         "prompts without the chat template",
         "The draft was trained on text without a template. Use such prompts, or train it on rows of messages.",
-        answered=partial(answer_again, use_template=False),
+        responses=partial(respond_again, use_template=False),
     )
     recorded = config.chat_template_kwargs or {}
     variants: list[dict[str, Any]] = [{}] if recorded else []
@@ -383,5 +383,5 @@ def _other_prompts(
             yield Perturbation(
                 f"chat_template_kwargs {json.dumps(variant)} instead of {json.dumps(recorded)}",
                 set_command(chat_template_kwargs=variant) + " Use the same arguments when serving.",
-                answered=partial(answer_again, chat_template_kwargs=variant),
+                responses=partial(respond_again, chat_template_kwargs=variant),
             )
