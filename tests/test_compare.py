@@ -24,8 +24,9 @@ def prompts(count: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(1, 96, (1, 1 + index % 9), generator=generator) for index in range(count)]
 
 
-def test_fp32_greedy_text_equals_plain_generation_on_fifty_prompts(target, draft):
-    for prompt in prompts(50):
+@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.families)])
+def test_fp32_greedy_text_equals_plain_generation_on_every_prompt(target, draft, count):
+    for prompt in prompts(count):
         assert greedy(target, prompt, 24, assistant_model=draft, **DFLASH) == greedy(target, prompt, 24)
 
 

@@ -74,11 +74,15 @@ NOT_RUN = {
 CARDS = [name_of(facts.parent / "README.md") for facts in sorted(ROOT.glob("model_cards/*/card_facts.json"))]
 EACH_BLOCK_ALONE = {"README.md", "docs/checkpoints.md", *CARDS}  # the others are read from top to bottom
 IN_A_PROCESS_GROUP = {"docs/scaling.md"}
-WITH_PYTHON = [
-    pytest.param(page, id=name_of(page), marks=[pytest.mark.spawns] if name_of(page) in IN_A_PROCESS_GROUP else [])
-    for page in PAGES
-    if blocks(page, "python")
-]
+
+
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    if name_of(page) in IN_A_PROCESS_GROUP:
+        return [pytest.mark.spawns]
+    return [pytest.mark.families] if name_of(page) in CARDS[1:] else []  # the cards' blocks are of one template
+
+
+WITH_PYTHON = [pytest.param(page, id=name_of(page), marks=marks_of(page)) for page in PAGES if blocks(page, "python")]
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_what_is_wrong_is_one_line_before_anything_runs(run, pair, own, saved_ta
     assert "--suite 'gsm9k' is not known. Pass standard" in refused("--suite", "gsm9k")
     assert "no math500.jsonl for the set 'math500'" in refused("--prompts-folder", folder)
     assert "limit=0 must be at least 1" in refused("--prompts", own, "--limit", 0)
-    assert "--temperatures '0;1': '0;1' is no value" in refused("--prompts", own, "--temperatures", "0;1")
+    assert "--temperatures '0;1': '0;1' is not a valid value" in refused("--prompts", own, "--temperatures", "0;1")
     assert "--block-size 'big' must be a number of slots" in refused("--prompts", own, "--block-size", "big")
     assert "block_size=9 must be 2 to 4" in refused("--prompts", own, "--block-size", 9)
     assert "may get 1 responses of 9000" in refused("--prompts", own, "--max-new-tokens", 9000)

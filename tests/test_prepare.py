@@ -456,6 +456,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+@pytest.mark.trains
 def test_prepare_then_train_from_the_shell(run, prepared_target, tmp_path, monkeypatch):
     rows = [chat(f"{n}+1?", THOUGHT) for n in range(20)] + [chat("0+1?", "again"), chat("9?", "No thought.")]
     path, out = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "deep" / "prepared"

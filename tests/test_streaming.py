@@ -150,6 +150,7 @@ def test_two_processes_share_a_stream_and_read_each_row_once(tmp_path, num_shard
     assert sorted(seen[0] + seen[1]) == sorted(row["sample_id"] for row in once(stream_of(rows)))
 
 
+@pytest.mark.trains
 def test_training_on_a_stream_equals_training_on_the_set_in_its_order(tmp_path):
     finals = []
     for is_stream in (False, True):
@@ -168,6 +169,7 @@ def test_training_on_a_stream_equals_training_on_the_set_in_its_order(tmp_path):
         assert torch.equal(value, finals[1][key]), key
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize(
     ("shuffled", "overrides"),
     [
