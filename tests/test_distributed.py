@@ -364,7 +364,7 @@ def test_a_target_whose_embedding_is_offloaded_is_refused(tmp_path):
     offloaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "target", device_map={"": "disk"}, offload_folder=str(tmp_path / "offload")
     )
-    with pytest.raises(ValueError, match="accelerate has offloaded its embedding.*must be in memory"):
+    with pytest.raises(ValueError, match=r"accelerate has offloaded its embedding.*must be in memory"):
         make_draft(offloaded)
 
 
