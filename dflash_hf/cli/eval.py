@@ -195,7 +195,7 @@ def _run(
         transient=True,
     )
     journal.begin(run)
-    acceptance, num_done = AcceptanceRecord(), 0
+    acceptance, num_done, block_size = AcceptanceRecord(), 0, evaluation.draft.config.block_size
     try:
         with live:
             task = live.add_task("", total=total, status="")
@@ -206,7 +206,7 @@ def _run(
             for pair in evaluation.run(batches, journal.pairs, show):
                 journal.add(pair)
                 num_done += 1
-                acceptance += AcceptanceRecord.of(itertools.chain(*pair.committed), block_size=1)
+                acceptance += AcceptanceRecord.of(itertools.chain(*pair.committed), block_size=block_size)
                 length = "–" if acceptance.acceptance_length is None else f"{acceptance.acceptance_length:.2f}"
                 status = f"acceptance length {length}, last speed-up {pair.speed_up:.2f}×"
                 live.update(task, advance=1, status=status, refresh=True)
