@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import reference
 import torch
@@ -9,9 +11,11 @@ from decoding_pairs import make_guessing_draft, make_target
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from dflash_hf.blocks.metrics import AcceptanceRecord
 from dflash_hf.decoding.acceptance import accept_by_probability, accept_greedily
 from dflash_hf.decoding.generate import speculative_generate
 from dflash_hf.decoding.logits_processing import BlockLogitsProcessor
+from dflash_hf.decoding.statistics import DecodingStatistics
 from dflash_hf.target.hidden_states import target_hidden_states
 
 NUM_SAMPLES, VOCABULARY = 20_000, 7
@@ -286,3 +290,17 @@ def proposed_tokens(target, draft, texts: torch.Tensor) -> torch.Tensor:
     position_ids = torch.arange(2 + 4).expand(len(texts), -1)
     hidden = draft(target.get_input_embeddings()(noise), context, position_ids=position_ids).last_hidden_state
     return target.get_output_embeddings()(hidden[:, 1]).argmax(-1)
+
+
+def test_statistics_come_from_the_acceptance_record_and_have_no_length_without_a_pass():
+    statistics = DecodingStatistics(4, [[3, 1], [4]], [[3, 3], [3]], [[1, 4], [1]], expected_sum=7.5, overhead_s=2.0)
+    assert statistics.acceptance == AcceptanceRecord.of([3, 1, 4], block_size=4)
+    assert statistics.histogram == [1, 0, 1, 1]
+    assert statistics.acceptance_length == statistics.accept_len == 8 / 3
+    assert statistics.slot_acceptance == [2 / 3, 2 / 3, 1 / 3]
+    assert statistics.expected_acceptance_length == statistics.expected_accept_len == 2.5
+    assert (statistics.seconds, statistics.rest_s) == (2.0, 2.0)
+    empty = DecodingStatistics(4, [[]], [[]], [[]], num_tokens=1, prefill_s=1.0)
+    assert empty.acceptance_length is empty.accept_len is empty.expected_acceptance_length is None
+    assert (empty.histogram, empty.slot_acceptance) == ([0, 0, 0, 0], [None, None, None])
+    assert json.loads(json.dumps(empty.as_dict()))["acceptance_length"] is None

@@ -88,6 +88,16 @@ class DecodingStatistics:
         return self.acceptance_length
 
     @property
+    def expected_accept_len(self) -> float | None:
+        """`float` or `None`: earlier name of `expected_acceptance_length`, kept for one release."""
+        return self.expected_acceptance_length
+
+    @property
+    def rest_s(self) -> float:
+        """`float`: earlier name of `overhead_s`, kept for one release."""
+        return self.overhead_s
+
+    @property
     def seconds(self) -> float:
         """`float`: seconds of the whole call."""
         return self.prefill_s + self.draft_s + self.verify_s + self.overhead_s
@@ -130,6 +140,7 @@ class Stopwatch:
         self._start = self._now()
 
     def _now(self) -> Any:
+        """Return the time in seconds, or an event in the queue of the accelerator."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
