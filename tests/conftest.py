@@ -30,17 +30,6 @@ torch.set_num_threads(1)  # tiny models lose more to threads than they gain
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Marks of all tests that use a fixture, because the fixture trains or starts processes.
-MARKS_OF_FIXTURES = {"clinic": pytest.mark.trains, "ranks": pytest.mark.spawns}
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for name in MARKS_OF_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
-            item.add_marker(MARKS_OF_FIXTURES[name])
-
-
 def pytest_collection_finish() -> None:
     """Leave imported objects out of garbage collections, of which accelerate starts one after every training."""
     gc.collect()

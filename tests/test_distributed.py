@@ -87,6 +87,7 @@ EXACT = {
 }
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("name", EXACT)
 def test_training_on_two_ranks_equals_one_process(ranks, single, name):
     """Cases 9, 21, 25: three steps of SGD at rate 1, so that weights differ by no more than gradients."""
@@ -98,6 +99,7 @@ def test_training_on_two_ranks_equals_one_process(ranks, single, name):
     assert all(not torch.allclose(value, initial[key], atol=1e-4) for key, value in ours["weights"].items())
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_logged_is_of_all_ranks_together(ranks, single, name):
     ours, theirs = ranks[name]["logs"], single(name)["logs"]
@@ -107,6 +109,7 @@ def test_what_is_logged_is_of_all_ranks_together(ranks, single, name):
     assert len({entry["acceptance_length"] for entry in theirs}) > 1
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("name", EXACT)
 def test_evaluation_on_two_ranks_equals_one_process(ranks, single, name):
     """Five rows in batches of two on two ranks: the last batch is uneven."""
@@ -114,11 +117,13 @@ def test_evaluation_on_two_ranks_equals_one_process(ranks, single, name):
     assert ranks[name]["metrics"] == pytest.approx(single(name)["metrics"], rel=1e-5)
 
 
+@pytest.mark.spawns
 def test_a_draft_under_fsdp2_is_evaluated_when_training_starts_and_not_before(ranks, single):
     assert ranks["fsdp"]["first_eval_loss"] == pytest.approx(single("fsdp")["first_eval_loss"], rel=1e-5)
     assert "eval_on_start=True" in ranks["fsdp"]["refusal"]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("name", ["half", "none"])
 def test_a_rank_without_any_anchor_takes_part_with_a_zero_loss(ranks, single, name):
     ours, theirs = ranks["gradients"][name], single("gradients")[name]
@@ -128,6 +133,7 @@ def test_a_rank_without_any_anchor_takes_part_with_a_zero_loss(ranks, single, na
     assert (ours["loss"] == 0) == (name == "none")
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("name", ["tensor_parallel_muon", "fsdp_muon"])
 def test_training_with_muon_on_two_ranks_equals_one_process(ranks, single, name):
     """
@@ -142,6 +148,7 @@ def test_training_with_muon_on_two_ranks_equals_one_process(ranks, single, name)
         assert entry == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.spawns
 def test_muon_steps_a_sharded_matrix_as_if_it_were_whole(ranks):
     found = ranks["muon_steps"]
     assert found["plain"]
@@ -149,6 +156,7 @@ def test_muon_steps_a_sharded_matrix_as_if_it_were_whole(ranks):
     assert found["momentum_is_sharded"] == [True, True]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("name", ["ddp_bf16", "fsdp_bf16"])
 def test_bf16_autocast_on_two_ranks_keeps_fp32_weights_and_equals_one_process(ranks, single, name):
     """FSDP2 computes norms in bf16, too, so that it is a little further away."""
@@ -158,6 +166,7 @@ def test_bf16_autocast_on_two_ranks_keeps_fp32_weights_and_equals_one_process(ra
     assert ours["metrics"]["eval_loss"] == pytest.approx(theirs["metrics"]["eval_loss"], rel=2**-6)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("name", ["ddp_resumed", "fsdp_muon", "fsdp_sharded_checkpoints"])
 def test_resuming_on_two_ranks_equals_an_uninterrupted_run(ranks, name):
     """The loss does not jump on resuming."""
@@ -165,6 +174,7 @@ def test_resuming_on_two_ranks_equals_an_uninterrupted_run(ranks, name):
     assert ranks[name]["resumed"]["logs"] == ranks[name]["logs"]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     "name",
     [
@@ -193,11 +203,13 @@ def test_the_folder_saved_by_two_ranks_holds_the_draft_alone_and_loads_anywhere(
     assert card.hardware.startswith("2 processes, each with ")
 
 
+@pytest.mark.spawns
 def test_the_ranks_of_a_run_with_a_time_budget_share_one_clock(ranks):
     first, second = ranks["clocks"]
     assert first == second
 
 
+@pytest.mark.spawns
 def test_one_rank_of_a_sharded_run_pushes_the_whole_draft_in_both_layouts(ranks):
     pushed = ranks["pushed"]
     serving = ["README.md", "card_facts.json", "config.json", "model.safetensors"]
@@ -214,6 +226,7 @@ def test_one_rank_of_a_sharded_run_pushes_the_whole_draft_in_both_layouts(ranks)
     assert others == [0]
 
 
+@pytest.mark.spawns
 def test_a_tensor_parallel_draft_has_the_outputs_and_gradients_of_a_whole_one(folder, ranks, single):
     """Both passes of an accumulation window count once, in the norms of the heads too."""
     ours, theirs = ranks["tensor_parallel_passes"], single("tensor_parallel_passes")
@@ -225,10 +238,12 @@ def test_a_tensor_parallel_draft_has_the_outputs_and_gradients_of_a_whole_one(fo
     assert_close(weights(again), weights(draft), atol=0, rtol=0)
 
 
+@pytest.mark.spawns
 def test_a_fully_sharded_target_gets_no_gradients(ranks):
     assert not ranks["fully_sharded_target"]["target_has_gradients"]
 
 
+@pytest.mark.spawns
 def test_a_tensor_parallel_target_needs_a_draft_that_is_split_alike(ranks):
     assert "tp_size=2 and the draft tp_size=1" in ranks["tensor_parallel_target"]["mismatch"]
 

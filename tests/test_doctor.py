@@ -125,6 +125,7 @@ def test_every_part_of_an_untrained_pair_is_checked(run, saved_target, tmp_path)
     assert "FAULT   weights: " in out
 
 
+@pytest.mark.trains
 def test_a_healthy_pair_gets_no_fault_and_no_warning(doctor, healthy):
     code, record, out = doctor(healthy.draft_folder)
     assert (code, statuses(record, "fault"), statuses(record, "warning")) == (0, [], [])
@@ -246,6 +247,7 @@ BREAKS: dict[str, tuple[Callable[..., Any], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("name", BREAKS)
 def test_the_first_fault_names_what_is_broken_and_what_to_do(doctor, healthy, tmp_path, name):
     break_it, finding, advice = BREAKS[name]
@@ -260,6 +262,7 @@ def test_the_first_fault_names_what_is_broken_and_what_to_do(doctor, healthy, tm
     assert "Traceback" not in out
 
 
+@pytest.mark.trains
 def test_what_the_doctor_advises_makes_the_pair_healthy_again(doctor, healthy, tmp_path, run):
     folder, mended = tmp_path / "draft", tmp_path / "mended"
     shutil.copytree(healthy.draft_folder, folder)
@@ -272,6 +275,7 @@ def test_what_the_doctor_advises_makes_the_pair_healthy_again(doctor, healthy, t
     assert (code, record["verdict"][:26]) == (0, "healthy: acceptance length")
 
 
+@pytest.mark.trains
 def test_float16_that_overflows_is_named_with_the_place(doctor, healthy, tmp_path):
     """In float32 the norm after `fc` removes the scale."""
     folder = tmp_path / "draft"
@@ -283,6 +287,7 @@ def test_float16_that_overflows_is_named_with_the_place(doctor, healthy, tmp_pat
     assert "not finite in float16 from fc on" in record["verdict"]
 
 
+@pytest.mark.trains
 def test_an_unreadable_target_is_a_finding_and_bad_options_are_errors(doctor, healthy, tmp_path, run):
     code, record, _ = doctor(healthy.draft_folder, tmp_path / "nothing")
     assert (code, statuses(record, "fault")) == (1, ["target files"])
@@ -293,6 +298,7 @@ def test_an_unreadable_target_is_a_finding_and_bad_options_are_errors(doctor, he
     assert "--max-new-tokens 1 must be at least 2" in err
 
 
+@pytest.mark.trains
 def test_states_of_the_layer_before_are_found_and_the_layer_is_named(healthy, monkeypatch):
     real = dflash_hf.doctor.checks.target_hidden_states
     monkeypatch.setattr(
@@ -306,6 +312,7 @@ def test_states_of_the_layer_before_are_found_and_the_layer_is_named(healthy, mo
     assert "nearest is hidden_states[2]" in finding.measured
 
 
+@pytest.mark.trains
 def test_decoding_that_accepts_less_than_simulated_decoding_is_a_fault(healthy):
     diagnosis = Diagnosis(healthy.target, healthy.draft, healthy.tokenizer, PROMPTS, NEW_TOKENS)
     diagnosis.responses = healthy.responses
@@ -354,6 +361,7 @@ def test_norms_that_did_not_change_while_other_weights_did_are_a_warning(target)
     assert check_weights(draft).status == "ok"
 
 
+@pytest.mark.trains
 def test_a_tokenizer_without_a_template_and_unknown_arguments_are_warnings(healthy):
     tokenizer = make_tokenizer()
     config = with_fields(healthy.draft, {"chat_template_kwargs": {"enable_thinking": False}}).config
@@ -376,6 +384,7 @@ def test_the_diagnosis_still_has_its_name_of_version_0_1_0():
     assert dflash_hf.doctor.Examination is dflash_hf.doctor.Diagnosis
 
 
+@pytest.mark.trains
 def test_responses_of_one_token_have_no_acceptance_length(healthy):
     diagnosis = Diagnosis(healthy.target, healthy.draft, healthy.tokenizer, PROMPTS, NEW_TOKENS)
     diagnosis.generations = [Generation([5], 1.0, [])]
@@ -386,6 +395,7 @@ def test_responses_of_one_token_have_no_acceptance_length(healthy):
     assert diagnosis.acceptance_length == 2.0
 
 
+@pytest.mark.trains
 def test_every_finding_has_a_paragraph_in_the_guide(healthy, doctor):
     _, record, _ = doctor(healthy.draft_folder)
     guide = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
