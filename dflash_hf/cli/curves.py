@@ -1,4 +1,4 @@
-"""`dflash-hf curves`: what more minutes and more rows of training bring."""
+"""`dflash-hf curves`: acceptance over the minutes and the rows of training runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from rich.table import Table
 
 
 def curves(
-    runs: Annotated[list[Path], typer.Argument(help="Output folders of training runs, finished or not.")],
-    out: Annotated[Path, typer.Option(help="PNG to draw; the numbers go beside it as JSON.")] = Path("curves.png"),
+    runs: Annotated[list[Path], typer.Argument(help="Output folders of finished or unfinished training runs.")],
+    out: Annotated[Path, typer.Option(help="PNG file to write. The numbers are written beside it as JSON.")] = Path(
+        "curves.png"
+    ),
 ) -> None:
-    """Show acceptance on held-out rows over the minutes of training runs, and over the rows they learned from."""
+    """Show the acceptance length on held-out rows over the minutes and the training rows of runs."""
     from ..training.curves import draw_curves, read_curve, write_curves
 
     read = [read_curve(folder) for folder in runs]

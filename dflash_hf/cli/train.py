@@ -1,4 +1,4 @@
-"""`dflash-hf train`: a draft for any target, from flags or from a YAML or JSON file of the same names."""
+"""`dflash-hf train`: train a draft, with arguments from the command line or from a YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -27,33 +27,38 @@ USAGE = "dflash-hf train [FILE.yaml] --target T --dataset D [--name value …]"
 
 @dataclass
 class DraftAndDataArguments:
-    """Which target, which draft, which rows."""
+    """Arguments that name the target, the draft and the rows."""
 
     target: str | None = field(default=None, metadata={"help": "Folder or Hub name of the target (required)."})
     dataset: str | None = field(
         default=None,
         metadata={
-            "help": "Hub name, path of a JSON-lines or Parquet file, or folder of prepare or regenerate (required). "
-            "What prepare held out is evaluated on, if neither eval_dataset nor eval_rows is given."
+            "help": "Training rows: a Hub name, a JSON-lines or Parquet file, or a folder of prepare or regenerate "
+            "(required). Rows that prepare held out are used for evaluation unless eval_dataset or eval_rows is set."
         },
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    eval_dataset: str | None = field(default=None, metadata={"help": "Like `dataset`, for evaluation."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a Hub data set."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of the training rows."})
+    eval_dataset: str | None = field(default=None, metadata={"help": "Evaluation rows, given like `dataset`."})
     eval_rows: int = field(
-        default=0, metadata={"help": "Without an eval_dataset: hold out this many rows of `dataset`, the last ones."}
+        default=0,
+        metadata={"help": "Without eval_dataset, hold out this many rows at the end of `dataset` for evaluation."},
     )
     draft: str | None = field(default=None, metadata={"help": "Continue from this draft instead of a new one."})
-    draft_layers: int = field(default=5, metadata={"help": "Layers of a new draft."})
-    num_target_layers: int = field(default=5, metadata={"help": "Target layers a new draft reads."})
-    block_size: int = field(default=16, metadata={"help": "Slots of a new draft's block, the anchor included."})
-    mask_token_id: int | None = field(default=None, metadata={"help": "Overrides the choice of the mask token."})
-    target_dtype: str = field(default="auto", metadata={"help": "dtype of the target: auto, bfloat16, float32."})
+    draft_layers: int = field(default=5, metadata={"help": "Number of layers of a new draft."})
+    num_target_layers: int = field(default=5, metadata={"help": "Number of target layers that a new draft reads."})
+    block_size: int = field(default=16, metadata={"help": "Slots of a block of a new draft, the anchor included."})
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "Mask token of a new draft. By default it is chosen automatically."}
+    )
+    target_dtype: str = field(
+        default="auto", metadata={"help": "dtype of the target: auto, bfloat16, float16 or float32."}
+    )
     resume: bool = field(default=True, metadata={"help": "Continue from the last checkpoint in output_dir."})
 
 
 class TrainCommand(Command):
-    """The command whose arguments are the fields of dataclasses."""
+    """The click command of `train`, whose arguments are fields of dataclasses."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Show the arguments of this package; those of Trainer would need its import."""
@@ -78,7 +83,7 @@ class TrainCommand(Command):
 
 
 def describe_rows(pair: DraftAndDataArguments) -> str:
-    """What the arguments say of the rows, for the model card: no path, which tells more of its owner than of them."""
+    """Describe the rows for the model card, without a path on this machine."""
     from ..provenance import hub_id_or_folder
 
     hub_id, name = hub_id_or_folder(pair.dataset)
@@ -89,16 +94,16 @@ def describe_rows(pair: DraftAndDataArguments) -> str:
 
 def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlashTrainingArguments]:
     """
-    Read flags, after an optional YAML or JSON file whose values are defaults for them.
+    Parse the command line and an optional YAML or JSON file, over whose values the command line takes precedence.
 
     Args:
-        arguments (`list[str]`): what follows `train` on the command line.
+        arguments (`list[str]`): the words after `train` on the command line.
 
     Returns:
         `tuple[DraftAndDataArguments, DFlashTrainingArguments]`
 
     Raises:
-        ValueError: the file is no mapping, or names an unknown argument.
+        ValueError: the file is no mapping or names an unknown argument.
         FileNotFoundError: the file is missing.
     """
     from transformers import HfArgumentParser
@@ -124,6 +129,7 @@ def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlash
 
 
 def _read_argument_file(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON file of arguments."""
     if not path.is_file():
         raise FileNotFoundError(f"The argument file {path} does not exist.")
     text = path.read_text(encoding="utf-8")
@@ -140,17 +146,17 @@ def split_rows(
     pair: DraftAndDataArguments, rows: datasets.Dataset
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """
-    Training rows and held-out rows, as the arguments say.
+    Split off the evaluation rows as the arguments say, or load them.
 
     Args:
         pair ([`DraftAndDataArguments`]): names the data sets.
-        rows (`datasets.Dataset`): of `dataset`.
+        rows (`datasets.Dataset`): the rows of `dataset`.
 
     Returns:
-        `tuple`: the training rows, and the held-out rows or None.
+        `tuple`: the training rows, and the evaluation rows or `None`.
 
     Raises:
-        ValueError: more rows shall be held out than there are.
+        ValueError: `eval_rows` is not below the number of rows.
     """
     from ..data.loading import load_rows
     from ..data.prepared_folder import EVALUATION_SPLIT, read_report
@@ -164,7 +170,9 @@ def split_rows(
     if not pair.eval_rows:
         return rows, None
     if pair.eval_rows >= len(rows):
-        raise ValueError(f"eval_rows={pair.eval_rows} must be below the {len(rows)} rows of {pair.dataset}.")
+        raise ValueError(
+            f"eval_rows={pair.eval_rows} must be below the {len(rows)} rows of {pair.dataset}. Hold out fewer rows."
+        )
     first = len(rows) - pair.eval_rows
     return rows.select(range(first)), rows.select(range(first, len(rows)))
 
@@ -184,7 +192,7 @@ def train(context: typer.Context) -> None:
     from .training_run import describe_acceptance, run_training
 
     pair, args = parse_arguments(context.args)
-    console = Console(quiet=args.process_index > 0)  # of several processes one speaks
+    console = Console(quiet=args.process_index > 0)  # only the first process prints
     if pair.target is None or pair.dataset is None:
         raise ValueError("dflash-hf train needs --target and --dataset (or a file that names them).")
     rows = load_rows(pair.dataset, pair.dataset_config, pair.dataset_split)

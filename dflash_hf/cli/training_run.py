@@ -1,4 +1,4 @@
-"""Run a trainer in a terminal, with live progress."""
+"""Run a trainer in a terminal with live progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..training.trainer import DFlashTrainer
 
 class LiveProgress(TrainerCallback):
     """
-    One line that shows how far training is, the loss and the acceptance length.
+    Show a line with the progress of training, the loss and the acceptance length.
 
     Args:
-        console (`Console`): where to draw.
-        trainer ([`DFlashTrainer`]): asked for its time budget.
+        console (`Console`): the console.
+        trainer ([`DFlashTrainer`]): the trainer, whose clock is read.
     """
 
     def __init__(self, console: Console, trainer: DFlashTrainer) -> None:
@@ -41,6 +41,7 @@ class LiveProgress(TrainerCallback):
             self.progress.start()
 
     def _share(self, state: Any) -> float:
+        """Return the share of the run that is done, by the clock if it has a budget."""
         clock = self.trainer.clock
         return clock.progress if clock.minutes is not None else state.global_step / max(state.max_steps, 1)
 
@@ -75,20 +76,21 @@ def describe_acceptance(metrics: dict[str, Any]) -> str:
 
 
 def _two_digits(value: float | None) -> str:
+    """Format a number with two digits after the point, and a missing one as a dash."""
     return "–" if value is None else f"{value:.2f}"
 
 
 def run_training(trainer: DFlashTrainer, console: Console, *, resume: bool) -> bool:
     """
-    Train with live progress, from the last checkpoint in the output folder if asked to.
+    Train with live progress, and optionally resume from the last checkpoint in the output folder.
 
     Args:
-        trainer ([`DFlashTrainer`]): ready to train.
-        console (`Console`): where to draw.
-        resume (`bool`): continue from the last checkpoint if there is one.
+        trainer ([`DFlashTrainer`]): the trainer.
+        console (`Console`): the console.
+        resume (`bool`): resume from the last checkpoint if there is one.
 
     Returns:
-        `bool`: False after Ctrl-C; the output folder then has a checkpoint of the last step.
+        `bool`: False after Ctrl-C; the output folder then holds a checkpoint of the last step.
     """
     output_dir = Path(str(trainer.args.output_dir))
     checkpoint = last_complete_checkpoint(output_dir) if resume else None

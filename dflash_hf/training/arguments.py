@@ -1,4 +1,4 @@
-"""Arguments of draft training: what changes training and not the draft."""
+"""Arguments of draft training, which affect training and not the configuration of the draft."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class DFlashTrainingArguments(BlockTrainingArguments, TrainingArguments):  # typ
     """
     [`~transformers.TrainingArguments`] with the arguments of block training.
 
-    The defaults of Trainer that do not suit a new draft are changed: optimizer and learning rate, cosine schedule with
-    warm-up, and data columns are kept. The full help text of each field is in its metadata.
+    Some defaults differ from those of Trainer: optimizer, learning rate and the cosine schedule with warm-up, and data
+    columns are not removed. The help text of each field is in its metadata.
 
     Raises:
-        ValueError: a value breaks its rule; the message gives field, value and rule.
+        ValueError: a value breaks its rule; the message names the field, its value and the rule.
     """
 
     remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Keep data columns that the draft's forward does not name."}
+        default=False, metadata={"help": "Remove the data columns that the collator does not read."}
     )
 
     def __post_init__(self) -> None:
@@ -56,8 +56,9 @@ class DFlashTrainingArguments(BlockTrainingArguments, TrainingArguments):  # typ
                 raise ValueError(f"{name}={getattr(self, name)} must be positive, or unset.")
         if self.state_cache_dir is not None and self.cache_target_states != "disk":
             raise ValueError(
-                f"state_cache_dir={self.state_cache_dir!r} is used with cache_target_states='disk' alone, and that is "
-                f"{self.cache_target_states!r}. Set it to 'disk', or leave state_cache_dir unset."
+                f"state_cache_dir={self.state_cache_dir!r} is only used with cache_target_states='disk', and "
+                f"cache_target_states is {self.cache_target_states!r}. Set it to 'disk', or leave state_cache_dir "
+                "unset."
             )
         for name in ("dpace_alpha", "kl_weight"):
             if not 0 <= getattr(self, name) <= 1:
@@ -66,17 +67,19 @@ class DFlashTrainingArguments(BlockTrainingArguments, TrainingArguments):  # typ
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
         if self.ce_weight == self.l1_weight == self.kl_weight == 0:
-            raise ValueError("ce_weight, l1_weight and kl_weight are all 0: nothing would be learned. Raise one.")
+            raise ValueError(
+                "ce_weight, l1_weight and kl_weight are all 0, so that nothing would be learned. Raise one of them."
+            )
         if self.max_train_minutes is not None:
             if self.lr_scheduler_type not in ("linear", "cosine", "constant"):
                 raise ValueError(
-                    f"lr_scheduler_type={self.lr_scheduler_type!r} cannot follow the clock: with max_train_minutes "
-                    "choose 'linear', 'cosine' or 'constant'."
+                    f"lr_scheduler_type={self.lr_scheduler_type!r} cannot follow the clock of max_train_minutes. "
+                    "Choose 'linear', 'cosine' or 'constant'."
                 )
             if self.warmup_steps >= 1:
                 raise ValueError(
-                    f"warmup_steps={self.warmup_steps} cannot follow the clock: with max_train_minutes give a share "
-                    "of the run, below 1."
+                    f"warmup_steps={self.warmup_steps} cannot follow the clock of max_train_minutes. Set a share of "
+                    "the run, below 1."
                 )
             if self.max_steps <= 0:
                 self.max_steps = 1_000_000  # the clock ends the run
@@ -85,20 +88,21 @@ class DFlashTrainingArguments(BlockTrainingArguments, TrainingArguments):  # typ
         if self.learning_rate is None:
             self.learning_rate = DEFAULT_LEARNING_RATES[self.use_muon]
         if self.ddp_find_unused_parameters is None:
-            self.ddp_find_unused_parameters = False  # every weight is used in every pass, even without any block
+            self.ddp_find_unused_parameters = False  # every weight is used in every pass, even if no block is valid
         if self.bf16 and not torch.accelerator.is_available():
-            self.use_cpu = True  # bf16 autocast works on a CPU, and Trainer wants to be told
+            self.use_cpu = True  # Trainer (transformers 5.24) allows bf16 without an accelerator only then
         super().__post_init__()
         if self.cache_target_states == "disk" and self.state_cache_dir is None:
             self.state_cache_dir = os.path.join(str(self.output_dir), "_target_states")
-        loading: Any = self.accelerator_config  # an AcceleratorConfig by now
+        loading: Any = self.accelerator_config  # an AcceleratorConfig after super().__post_init__
         if loading.dispatch_batches is None:
-            # accelerate's own choice for streams joins the batches of several processes, which must be equally long
+            # By default accelerate (1.15) joins the batches of several processes for streams. They would have to be of
+            # equal length.
             loading.dispatch_batches = False
 
     @property
     def loss_terms(self) -> LossTerms:
-        """[`LossTerms`]: what the loss of a slot is made of."""
+        """[`LossTerms`]: the terms of the loss of a slot."""
         return LossTerms(
             ce_weight=self.ce_weight,
             l1_weight=self.l1_weight,

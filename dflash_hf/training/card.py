@@ -17,8 +17,8 @@ from .arguments import DEFAULT_LEARNING_RATES, DFlashTrainingArguments
 from .checks import RowCounts
 from .metric_names import logged_metric
 
-# Of no consequence for the draft, or a place on somebody's machine.
-UNTOLD_ARGUMENTS = {
+# Arguments that do not affect the draft, or that hold a path on this machine.
+OMITTED_ARGUMENTS = {
     "output_dir",
     "run_name",
     "disable_tqdm",
@@ -35,7 +35,7 @@ UNTOLD_ARGUMENTS = {
     "draft_license",
     "seed",
 }
-UNTOLD_PREFIXES = (
+OMITTED_PREFIXES = (
     *("logging", "log_", "debug", "save", "eval", "per_device_eval", "hub", "push", "trackio", "do_", "dataloader"),
     "accelerator",
 )
@@ -43,16 +43,18 @@ UNTOLD_PREFIXES = (
 
 def changed_arguments(args: DFlashTrainingArguments) -> dict[str, Any]:
     """
-    Training arguments that differ from their defaults and bear on the result: no folders, reports or schedules of
-    saving.
+    Return the training arguments that differ from their defaults and affect the draft.
+
+    Folders, reports and schedules of logging and saving are left out.
 
     Args:
-        args ([`DFlashTrainingArguments`]): of a run.
+        args ([`DFlashTrainingArguments`]): arguments of a run.
 
     Returns:
         `dict` of plain values.
     """
-    # Other arguments are never made to compare with: that resets the state of the process's accelerator.
+    # No default arguments are constructed for the comparison, since that resets the state of the accelerator
+    # (accelerate 1.15).
     resolved = {
         "use_muon": args.optim == type(args).__dataclass_fields__["optim"].default,
         "learning_rate": DEFAULT_LEARNING_RATES[bool(args.use_muon)],
@@ -61,13 +63,13 @@ def changed_arguments(args: DFlashTrainingArguments) -> dict[str, Any]:
     for item in fields(args):
         name, value = item.name, getattr(args, item.name, None)
         default = item.default_factory() if callable(item.default_factory) else resolved.get(name, item.default)
-        if name in UNTOLD_ARGUMENTS or name.startswith(UNTOLD_PREFIXES) or value == default:
+        if name in OMITTED_ARGUMENTS or name.startswith(OMITTED_PREFIXES) or value == default:
             continue
         if default is None and value is False:
-            continue  # what leaving it unset means
+            continue  # an unset argument means the same
         if name == "max_steps" and args.max_train_minutes is not None:
             continue  # the clock ended the run
-        value = getattr(value, "value", value)  # of an enumeration
+        value = getattr(value, "value", value)  # the value of an enumeration member
         if name == "deepspeed" and isinstance(value, str):
             value = Path(value).name
         if value is None or isinstance(value, str | int | float | list | dict):
@@ -77,14 +79,14 @@ def changed_arguments(args: DFlashTrainingArguments) -> dict[str, Any]:
 
 def training_facts(args: DFlashTrainingArguments, state: Any) -> dict[str, Any]:
     """
-    What arguments and state of a run say about the draft that it has now.
+    Return the facts about the current draft of a run that its arguments and its state hold.
 
     Args:
-        args ([`DFlashTrainingArguments`]): of the run.
-        state (`TrainerState`): its step and its log.
+        args ([`DFlashTrainingArguments`]): arguments of the run.
+        state (`TrainerState`): step and log of the run.
 
     Returns:
-        `dict`: fields of a [`DraftCard`]; of a run that has not begun no more than its evaluations.
+        `dict` of fields of a [`DraftCard`]; before the first step only its evaluations.
     """
     history = state.log_history
     end = next((index for index, entry in enumerate(history) if "train_runtime" in entry), len(history))
@@ -127,18 +129,18 @@ def card_of_run(
     native_repo: str | None = None,
 ) -> DraftCard:
     """
-    The model card of a draft in the state that a run has brought it to.
+    Make the model card of the current draft of a run.
 
     Args:
-        args ([`DFlashTrainingArguments`]): of the run.
-        state (`TrainerState`): its step and its log.
-        draft ([`DFlashDraftModel`]): what is trained.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's; names the mask token, and says whether
-            there is a chat template.
-        counts ([`RowCounts`], *optional*): of the training set.
-        is_text (`bool`, defaults to `False`): the rows were texts or messages, so that the chat-template arguments of
-            the configuration, or none, are those they were rendered with.
-        native_repo (`str`, *optional*): Hub name that the draft is pushed to.
+        args ([`DFlashTrainingArguments`]): arguments of the run.
+        state (`TrainerState`): step and log of the run.
+        draft ([`DFlashDraftModel`]): the draft that is trained.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's tokenizer, which gives the text of the mask
+            token and tells whether there is a chat template.
+        counts ([`RowCounts`], *optional*): counts of the training set.
+        is_text (`bool`, defaults to `False`): whether the rows were texts or messages, which were rendered with the
+            chat-template arguments of the configuration.
+        native_repo (`str`, *optional*): Hub name to which the draft is pushed.
 
     Returns:
         [`DraftCard`]
@@ -176,13 +178,13 @@ def mask_token_in_words(tokenizer: PreTrainedTokenizerBase, token_id: int) -> st
 
 def rows_are_text(dataset: Any) -> bool:
     """
-    Whether it is known what the chat template got: the trainer renders the rows itself, or they tell.
+    Return whether the arguments of the chat template are known, because the trainer or `prepare` applied it.
 
     Args:
-        dataset: as the trainer takes it, before it is prepared.
+        dataset: a data set as the trainer takes it, before it is prepared.
 
     Returns:
-        `bool`: False for rows of `input_ids` without `chat_template_kwargs`, and where the columns are not known.
+        `bool`: False for rows of `input_ids` without `chat_template_kwargs`, and if the columns are not known.
     """
     columns = getattr(dataset, "column_names", None) or []
     if isinstance(dataset, Sequence) and len(dataset):
@@ -192,15 +194,15 @@ def rows_are_text(dataset: Any) -> bool:
 
 def evaluations_in(history: Sequence[Mapping[str, Any]]) -> list[tuple[int | None, str, Mapping[str, Any]]]:
     """
-    Entries of a log that an evaluation has written.
+    Return the entries of a log that an evaluation has written.
 
     Args:
-        history (`Sequence[Mapping]`): entries in their order.
+        history (`Sequence[Mapping]`): entries of the log in their order.
 
     Returns:
         `list[tuple]`: step, prefix of the metrics' names (`eval`, or `eval_NAME` of a named set), and entry.
     """
-    ending = "_runtime"  # which every evaluation logs, and whose name is the prefix
+    ending = "_runtime"  # every evaluation logs its runtime after its prefix
     return [
         (entry.get("step"), name.removesuffix(ending), entry)
         for entry in history
@@ -227,17 +229,18 @@ def evaluation(step: int | None, prefix: str, entry: Mapping[str, Any]) -> Evalu
 
 def last_and_best(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
     """
-    Of each evaluation set the last evaluation, and behind it the one with the highest acceptance length if it is
-    another.
+    Return the last evaluation of each evaluation set, followed by the best one if that is another.
+
+    The best evaluation has the highest acceptance length; ties go to the later evaluation.
 
     Args:
-        evaluations (`Sequence[Evaluation]`): in their order.
+        evaluations (`Sequence[Evaluation]`): evaluations in their order.
 
     Returns:
         `tuple[Evaluation, ...]`
     """
 
-    def worth(candidate: Evaluation) -> float:
+    def score(candidate: Evaluation) -> float:
         length = candidate.serving_acceptance_length
         length = candidate.acceptance_length if length is None else length
         return -math.inf if length is None or math.isnan(length) else length
@@ -245,6 +248,6 @@ def last_and_best(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
     chosen: list[Evaluation] = []
     for name in dict.fromkeys(candidate.name for candidate in evaluations):
         named = [candidate for candidate in evaluations if candidate.name == name]
-        best = max(reversed(named), key=worth)  # of equals the last
-        chosen += [named[-1]] if best is named[-1] or worth(best) == -math.inf else [named[-1], best]
+        best = max(reversed(named), key=score)  # ties go to the last one
+        chosen += [named[-1]] if best is named[-1] or score(best) == -math.inf else [named[-1], best]
     return tuple(chosen)

@@ -23,35 +23,37 @@ from .arguments import DFlashTrainingArguments
 
 def check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, target: PreTrainedModel) -> None:
     """
-    Refuse ways to spread training that would be wrong or that the draft cannot do, before anything is built.
+    Refuse distributed layouts that would give wrong results or that the draft does not support.
 
     Args:
-        args ([`DFlashTrainingArguments`]): of the run; told to use one GPU if the others are the target's.
+        args ([`DFlashTrainingArguments`]): arguments of the run; changed to one GPU if the others hold the target.
         draft ([`DFlashDraftModel`]), target (`PreTrainedModel`): the pair.
 
     Raises:
-        ValueError: the layout is not supported; the message names it and what to use instead.
+        ValueError: the layout is not supported; the message names it and the alternative.
     """
     if args.n_gpu > 1:
         if len(set((getattr(target, "hf_device_map", None) or {}).values())) > 1:
-            args._n_gpu = 1  # the other devices are the target's
+            args._n_gpu = 1  # the other devices hold the target
         else:
             raise ValueError(
-                f"This one process sees {args.n_gpu} GPUs, which Trainer would use through nn.DataParallel; the loss "
-                "of a step is exact with one process for each GPU only. Start training with `accelerate launch` or "
-                "`torchrun --nproc-per-node`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
+                f"This process sees {args.n_gpu} GPUs, which Trainer would use through nn.DataParallel. The loss of a "
+                "step is exact only with one process for each GPU. Start training with `accelerate launch` or "
+                "`torchrun --nproc-per-node`, or restrict it to one GPU with CUDA_VISIBLE_DEVICES=0."
             )
     if getattr(args.deepspeed_plugin, "zero_stage", None) == 3:
         raise ValueError(
-            "DeepSpeed has zero_stage=3, which splits the weights of the target, too, as it is loaded; a draft reads "
-            "its embedding and head whole. Use stage 2, or FSDP2."
+            "DeepSpeed has zero_stage=3, which also shards the weights of the target while it is loaded. A draft "
+            "reads the unsharded embedding and head. Use stage 2, or FSDP2."
         )
-    sizes = args.parallelism_config or ParallelismConfig()  # unset: what `accelerate launch` put in the environment
+    sizes = (
+        args.parallelism_config or ParallelismConfig()
+    )  # if unset, `accelerate launch` configures it in the environment
     for name, size in (("cp_size", sizes.cp_size), ("sp_size", sizes.sp_size)):
         if size is not None and size > 1:
             raise ValueError(
-                f"parallelism_config has {name}={size}: a row's blocks and its context cannot be split over ranks. "
-                f"Leave {name} at 1 and use more data-parallel ranks or tensor parallelism."
+                f"parallelism_config has {name}={size}, and the blocks and the context of a row cannot be split over "
+                f"ranks. Set {name} to 1 and use more data-parallel ranks or tensor parallelism."
             )
     if sizes.tp_size is not None and sizes.tp_size > 1 and draft.tp_size in (None, 1):
         raise ValueError(
@@ -60,7 +62,7 @@ def check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, targ
         )
     if (getattr(target, "tp_size", None) or 1) not in (1, draft.tp_size or 1):
         raise ValueError(
-            f"The target has tp_size={target.tp_size} and the draft tp_size={draft.tp_size or 1}: the ranks of a "
+            f"The target has tp_size={target.tp_size} and the draft has tp_size={draft.tp_size or 1}. The ranks of a "
             "tensor-parallel target must see the same rows. Load both with the same distributed_config, or shard the "
             "target with FSDP2 (fully_shard)."
         )
@@ -69,11 +71,13 @@ def check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, targ
 @contextmanager
 def hide_target(draft: DFlashDraftModel) -> Iterator[None]:
     """
-    Hide embedding and head inside the context: accelerate shards what `get_input_embeddings` names together with the
-    draft, and that is the target's.
+    Hide the embedding and the head of the target inside the context.
+
+    accelerate (1.15) shards the module that `get_input_embeddings` returns together with the draft, and that module
+    belongs to the target.
 
     Args:
-        draft ([`DFlashDraftModel`]): tied.
+        draft ([`DFlashDraftModel`]): the draft, tied to its target.
     """
     names = ("get_input_embeddings", "get_output_embeddings")
     for name in names:
@@ -91,14 +95,14 @@ logger = logging.get_logger(__name__)
 @dataclass
 class RowCounts:
     """
-    What a prepared data set holds.
+    Counts of a prepared data set.
 
     Args:
-        rows (`int`): rows.
-        tokens (`int`): tokens of all rows.
-        supervised (`int`): tokens that carry loss.
-        rows_without_anchor (`int`): rows in which no block can be trained.
-        blocks_per_row (`float`): blocks that a step trains in a row, on average.
+        rows (`int`): number of rows.
+        tokens (`int`): number of tokens in all rows.
+        supervised (`int`): number of tokens that carry loss.
+        rows_without_anchor (`int`): number of rows in which no block can be trained.
+        blocks_per_row (`float`): mean number of blocks that a step trains in a row.
     """
 
     rows: int
@@ -110,11 +114,11 @@ class RowCounts:
 
 def count_rows(dataset: datasets.Dataset, anchors_per_sample: int) -> RowCounts:
     """
-    Count tokens and possible anchors, column by column and not row by row.
+    Count the tokens and the possible anchors of a data set, on whole columns instead of single rows.
 
     Args:
-        dataset (`datasets.Dataset`): prepared: `input_ids`, `supervised_mask` and, if packed, `segment_ids`.
-        anchors_per_sample (`int`): most blocks of a row in a step.
+        dataset (`datasets.Dataset`): prepared rows with `supervised_mask` and, if packed, `segment_ids`.
+        anchors_per_sample (`int`): largest number of blocks of a row in a step.
 
     Returns:
         [`RowCounts`]
@@ -127,7 +131,7 @@ def count_rows(dataset: datasets.Dataset, anchors_per_sample: int) -> RowCounts:
         ends = pyarrow.compute.list_value_length(masks).to_numpy().cumsum()
         starts = np.concatenate([[0], ends[:-1]])
         is_supervised = masks.flatten().to_numpy(zero_copy_only=False).astype(bool)
-        can_follow = is_supervised.copy()  # an anchor stands before a supervised token of its own document
+        can_follow = is_supervised.copy()  # an anchor precedes a supervised token of its document
         can_follow[starts[starts < ends]] = False
         if packed:
             documents = table["segment_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
@@ -144,18 +148,18 @@ def count_rows(dataset: datasets.Dataset, anchors_per_sample: int) -> RowCounts:
 @dataclass
 class TrainingSummary:
     """
-    What is about to be trained, from what and for how long.
+    Summary of a training run before its first step.
 
     Args:
         target (`str`): name, parameters, dtype and device.
         draft (`str`): parameters, dtype, layers.
         block (`str`): block size, tapped layers, mask token.
-        data (`str`): rows, tokens, supervised share, and rows without an anchor.
-        run (`str`): steps, rows and blocks a step.
+        data (`str`): rows, tokens, share of supervised tokens, and rows without an anchor.
+        run (`str`): number of steps, and rows and blocks of a step.
         optimizer (`str`): optimizer, learning rate, schedule, slot weights.
-        cache (`str`, *optional*): size of the target states that are kept.
-        counts ([`RowCounts`], *optional*): the numbers behind `data`; a stream has none.
-        steps (`int`, *optional*): optimizer steps; `None` if the clock or the length of a stream decides.
+        cache (`str`, *optional*): size of the hidden-state cache.
+        counts ([`RowCounts`], *optional*): the counts in `data`; `None` for a stream.
+        steps (`int`, *optional*): number of optimizer steps; `None` if the clock or the length of a stream decides.
     """
 
     target: str
@@ -185,10 +189,10 @@ def summarize_training(
     Describe a training run before it starts.
 
     Args:
-        args ([`DFlashTrainingArguments`]): of the run.
+        args ([`DFlashTrainingArguments`]): arguments of the run.
         draft ([`DFlashDraftModel`]), target (`PreTrainedModel`): the pair.
-        train_dataset (`datasets.Dataset`): prepared rows; of a stream nothing is counted.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): names the mask token.
+        train_dataset (`datasets.Dataset` or a stream): prepared rows; a stream is not counted.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): gives the text of the mask token.
 
     Returns:
         [`TrainingSummary`]; `str()` renders it.
@@ -217,7 +221,7 @@ def summarize_training(
     if args.cache_target_states is not None and counts is not None:
         size = counts.tokens * draft.fc.in_features * target.dtype.itemsize / 2**30
         place = "on disk" if args.cache_target_states == "disk" else "in memory"
-        cache = f"target states {place}: {size:.2f} GiB"
+        cache = f"hidden states of the target {place}: {size:.2f} GiB"
     weights = args.slot_weights if args.loss_decay is None else f"{args.slot_weights} ({args.loss_decay:g})"
     return TrainingSummary(
         target=f"{describe_target(target)}, {_describe_weights(target)}, on {target.device}",
@@ -236,7 +240,7 @@ def summarize_training(
 
 
 def _optimizer_steps(args: Any, rows: int | None) -> int | None:
-    """As Trainer counts them."""
+    """Return the number of optimizer steps as Trainer computes it, or `None` if it is not known."""
     if args.max_train_minutes is not None:
         return None
     if args.max_steps > 0:
@@ -249,10 +253,12 @@ def _optimizer_steps(args: Any, rows: int | None) -> int | None:
 
 
 def _describe_weights(model: PreTrainedModel) -> str:
+    """Describe the number of parameters and the dtype of a model."""
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters in {str(model.dtype)[6:]}"
 
 
 def _describe_token(config: DFlashConfig, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Describe the mask token by its id and, if known, its text."""
     known = tokenizer is not None and config.mask_token_id < len(tokenizer)
     name = tokenizer.convert_ids_to_tokens(config.mask_token_id) if tokenizer is not None and known else None
     return f"{config.mask_token_id}" if name is None else f"{config.mask_token_id} ({name})"
@@ -260,21 +266,22 @@ def _describe_token(config: DFlashConfig, tokenizer: PreTrainedTokenizerBase | N
 
 def warn_of_dtypes(args: Any, draft: DFlashDraftModel, target: PreTrainedModel) -> None:
     """
-    Warn of dtypes in which training runs and gives a poor draft.
+    Warn of dtypes in which training runs but gives a poor draft.
 
     Args:
-        args ([`DFlashTrainingArguments`]), draft ([`DFlashDraftModel`]), target (`PreTrainedModel`): of the run.
+        args ([`DFlashTrainingArguments`]): arguments of the run.
+        draft ([`DFlashDraftModel`]), target (`PreTrainedModel`): the pair.
     """
     if draft.dtype in (torch.bfloat16, torch.float16):
         logger.warning(
-            f"The draft's weights are in {str(draft.dtype)[6:]}, where small updates round to nothing: its norm "
-            "weights will not move. Load it with dtype=torch.float32 and pass bf16=True for the speed."
+            f"The draft's weights are in {str(draft.dtype)[6:]}, in which small updates round to zero, so that its "
+            "norm weights do not change. Load it with dtype=torch.float32 and pass bf16=True for speed."
         )
     places = [("the target", target.dtype == torch.float16), ("the draft", draft.dtype == torch.float16)]
     places += [(f"{name}=True", getattr(args, name)) for name in ("fp16", "fp16_full_eval")]
     found = [place for place, is_half in places if is_half]
     if found:
         logger.warning(
-            f"float16 ({', '.join(found)}): the hidden states of many targets exceed its range, and nothing is "
-            "accepted then. Use bfloat16 or float32."
+            f"float16 is used ({', '.join(found)}). The hidden states of many targets exceed its range, and then no "
+            "drafted token is accepted. Use bfloat16 or float32."
         )

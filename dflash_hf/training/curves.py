@@ -1,4 +1,4 @@
-"""Acceptance on held-out rows over the time of training runs, and over the rows that they learned from."""
+"""Learning curves: acceptance on held-out rows over training time and over the number of training rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class CurvePoint:
     One evaluation of a run.
 
     Args:
-        step (`int`): optimizer steps before it.
-        minutes (`float`): of those steps alone; no evaluation, saving or preparation of data.
-        acceptance_length (`float`): over sampled anchors of the held-out rows, the bonus token included.
-        serving_acceptance_length (`float`, *optional*): of decoding, simulated on all held-out responses.
+        step (`int`): number of optimizer steps before it.
+        minutes (`float`): time of those steps, without evaluation, saving and preparation of data.
+        acceptance_length (`float`): acceptance length over sampled anchors of the held-out rows.
+        serving_acceptance_length (`float`, *optional*): acceptance length of decoding, simulated on all held-out
+            responses.
     """
 
     step: int
@@ -37,12 +38,12 @@ class CurvePoint:
 @dataclass(frozen=True)
 class LearningCurve:
     """
-    Evaluations of one run.
+    The evaluations of one run.
 
     Args:
-        name (`str`): of the run's folder.
-        num_rows (`int`, *optional*): rows it learns from.
-        points (`tuple[CurvePoint, ...]`): in their order.
+        name (`str`): name of the run's folder.
+        num_rows (`int`, *optional*): number of training rows.
+        points (`tuple[CurvePoint, ...]`): the evaluations in their order.
     """
 
     name: str
@@ -57,10 +58,10 @@ class LearningCurve:
 
 def points_in(history: Sequence[dict[str, Any]]) -> tuple[CurvePoint, ...]:
     """
-    Points of the evaluations in a trainer's log, one a step.
+    Read the evaluations from the log of a trainer, one for each step.
 
     Args:
-        history (`Sequence[dict]`): `log_history` of the trainer's state.
+        history (`Sequence[dict]`): `log_history` of the trainer's state, also of version 0.1.
 
     Returns:
         `tuple[CurvePoint, ...]`
@@ -84,7 +85,7 @@ def points_in(history: Sequence[dict[str, Any]]) -> tuple[CurvePoint, ...]:
 
 def read_curve(folder: str | Path) -> LearningCurve:
     """
-    The curve of a run, finished or not, out of its output folder.
+    Read the learning curve of a finished or unfinished run from its output folder.
 
     Args:
         folder (`str` or `Path`): `output_dir` of the run.
@@ -93,7 +94,7 @@ def read_curve(folder: str | Path) -> LearningCurve:
         [`LearningCurve`]
 
     Raises:
-        FileNotFoundError: no run has left its state there.
+        FileNotFoundError: the folder holds no state of a run.
         ValueError: the run was never evaluated.
     """
     folder = Path(folder)
@@ -104,7 +105,7 @@ def read_curve(folder: str | Path) -> LearningCurve:
     written = [path for path in states if path.is_file()]
     if not written:
         raise FileNotFoundError(
-            f"{folder} holds no {STATE_NAME}, neither itself nor in a checkpoint. Give the output_dir of a run."
+            f"{folder} holds no {STATE_NAME}, neither itself nor in a checkpoint. Pass the output_dir of a run."
         )
     histories = [json.loads(path.read_text(encoding="utf-8"))["log_history"] for path in written]
     points = points_in(max(histories, key=len))
@@ -120,30 +121,30 @@ def read_curve(folder: str | Path) -> LearningCurve:
 
 def write_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
     """
-    Write the numbers of curves as JSON.
+    Write the numbers of learning curves as JSON.
 
     Args:
-        curves (`Sequence[LearningCurve]`): one a run.
-        path (`str` or `Path`): file to write.
+        curves (`Sequence[LearningCurve]`): one for each run.
+        path (`str` or `Path`): the file to write.
     """
     Path(path).write_text(json.dumps([asdict(curve) for curve in curves], indent=1) + "\n", encoding="utf-8")
 
 
 def draw_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
     """
-    Draw acceptance over the minutes of every run and, of two runs or more, over their rows.
+    Draw the acceptance length over the minutes of every run and, of two or more runs, over their rows.
 
     The acceptance length of simulated decoding is drawn, or that of sampled anchors where a run has no other. In the
     plot over rows, a line joins only runs of equally many steps, since other runs differ in more than their rows.
 
     Args:
-        curves (`Sequence[LearningCurve]`): one a run.
-        path (`str` or `Path`): PNG to write.
+        curves (`Sequence[LearningCurve]`): one for each run.
+        path (`str` or `Path`): the PNG file to write.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # an extra; the rest of the package works without it
+    from matplotlib.figure import Figure  # an optional dependency
 
     panels = 2 if sum(curve.num_rows is not None for curve in curves) > 1 else 1
     figure = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
@@ -163,11 +164,14 @@ def draw_curves(curves: Sequence[LearningCurve], path: str | Path) -> None:
 
 
 def _draw_over_rows(panel: Any, curves: Sequence[LearningCurve]) -> None:
+    """Draw the last evaluation of each run over its number of rows."""
     by_steps: dict[int, list[tuple[int, float]]] = {}
     for index, curve in enumerate(curves):
         if curve.num_rows is not None:
             by_steps.setdefault(curve.last.step, []).append((curve.num_rows, _height(curve.last)))
-            panel.plot(curve.num_rows, _height(curve.last), "o", color=f"C{index}")  # as in the other panel
+            panel.plot(
+                curve.num_rows, _height(curve.last), "o", color=f"C{index}"
+            )  # the colour of the run in the other panel
     for steps, points in by_steps.items():
         rows, heights = zip(*sorted(points), strict=True)
         panel.plot(rows, heights, color="0.6", zorder=0)
@@ -180,4 +184,5 @@ def _draw_over_rows(panel: Any, curves: Sequence[LearningCurve]) -> None:
 
 
 def _height(point: CurvePoint) -> float:
+    """Return the acceptance length that is drawn for an evaluation."""
     return point.acceptance_length if point.serving_acceptance_length is None else point.serving_acceptance_length

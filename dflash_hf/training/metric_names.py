@@ -31,7 +31,7 @@ def add_old_names(metrics: dict[str, Any]) -> None:
     """
     Add every acceptance length a second time under its older name, in place.
 
-    Arguments such as `metric_for_best_model` and scripts that read the older names keep working until version 0.3.
+    Arguments such as `metric_for_best_model` and scripts that read the older names keep working for one release.
 
     Args:
         metrics (`dict`): metrics of an evaluation, or a log entry.

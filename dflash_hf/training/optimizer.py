@@ -1,4 +1,4 @@
-"""Muon for the matrices and AdamW for the rest, as one optimizer; and the clock of a run."""
+"""The optimizer (Muon for matrices, AdamW for other weights), the clock of a run and its schedule."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from transformers.trainer_callback import ExportableState
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """
-    Orthogonalised updates (Muon) for 2-D weights, AdamW for norms and biases, at one learning rate.
+    Muon (orthogonalised updates) for 2-D weights and AdamW for norms and biases, at one learning rate.
 
-    A sharded weight (FSDP2, tensor parallelism) is updated as if it were whole: its gradient and momentum are gathered
-    for the time of its update, one matrix after the other. Parameter groups and state are shared with the two inner
+    A sharded weight (FSDP2, tensor parallelism) gets the update of the unsharded weight: its gradient and momentum are
+    gathered during its update, one matrix after another. Parameter groups and state are shared with the two inner
     optimizers, so that schedulers, checkpoints and `zero_grad` see one ordinary optimizer.
 
     Args:
-        model (`nn.Module`): its trainable parameters are optimised.
-        lr (`float`): for both; Muon's update is scaled to AdamW's size.
-        weight_decay (`float`, defaults to 0.0): for the 2-D weights.
-        betas (`tuple[float, float]`), eps (`float`): of AdamW.
-        momentum (`float`, defaults to 0.95): of Muon.
+        model (`nn.Module`): the model whose trainable parameters are optimised.
+        lr (`float`): learning rate of both; the updates of Muon are scaled to the size of AdamW's.
+        weight_decay (`float`, defaults to 0.0): weight decay of the 2-D weights.
+        betas (`tuple[float, float]`), eps (`float`): arguments of AdamW.
+        momentum (`float`, defaults to 0.95): momentum of Muon.
 
     Source: `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
     """
@@ -54,16 +54,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Give the inner optimizers this optimizer's own groups and state; `load_state_dict` replaces both."""
+        """Share groups and state with the inner optimizers; `load_state_dict` replaces both, so it is called again."""
         self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         self._muon.state = self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state as [`torch.optim.Optimizer`] does, for both inner optimizers."""
         super().load_state_dict(state_dict)
         self._link()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all weights."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -73,7 +75,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self) -> None:
-        """Step Muon matrix by matrix, each of them whole: the update of a part is not a part of the update."""
+        """Step Muon on one unsharded matrix after another; its update of a shard is not a shard of its update."""
         (group,) = groups = self._muon.param_groups
         for parameter in group["params"]:
             self._muon.param_groups = [{**group, "params": [parameter]}]
@@ -93,19 +95,19 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def make_muon_with_adamw() -> type[MuonWithAdamW]:
-    """The form of optimizer that Trainer calls with the model instead of with parameter groups."""
+    """Return the optimizer class in the form that Trainer calls with the model instead of parameter groups."""
     return MuonWithAdamW
 
 
 class TrainingClock(TrainerCallback, ExportableState):
     """
-    Time the optimizer steps of a run, and stop it after some minutes of them if a budget is given.
+    Measure the time of the optimizer steps of a run, and stop the run when an optional budget is used up.
 
-    Evaluation, saving and data preparation do not count. Of several ranks with a budget the first one keeps the clock,
-    so that all stop, and set the learning rate, at the same step.
+    Evaluation, saving and data preparation do not count. In several processes with a budget, the clock of the first
+    one is used by all, so that they stop and set the learning rate at the same step.
 
     Args:
-        minutes (`float`, *optional*): the budget; what an interrupted run has used is in its checkpoint.
+        minutes (`float`, *optional*): the budget. Checkpoints record how much of it is used.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
@@ -115,14 +117,15 @@ class TrainingClock(TrainerCallback, ExportableState):
 
     @property
     def progress(self) -> float:
-        """`float`: used share of the budget, 0 to 1; 0 without one."""
+        """`float`: used share of the budget, 0 to 1; 0 without a budget."""
         return 0.0 if self.minutes is None else min(self.elapsed_s / (60 * self.minutes), 1.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # a resumed run finds here what the checkpoint recorded, a new one its own state
+        # A resumed run finds the record of its checkpoint here, a new run its own state.
         saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         self.elapsed_s = saved["attributes"]["elapsed_s"] if saved else 0.0
-        # a checkpoint of a run without a clock has no entry, and Trainer fills in only those that are there
+        # A checkpoint of a run without a clock has no entry, and Trainer (transformers 5.24) updates only existing
+        # ones.
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -144,11 +147,11 @@ class TrainingClock(TrainerCallback, ExportableState):
 
 def schedule_factor(progress: float, warmup: float, shape: str) -> float:
     """
-    Share of the peak learning rate at a point of the run.
+    Return the learning rate at a point of the run as a share of its peak.
 
     Args:
         progress (`float`): used share of the run, 0 to 1.
-        warmup (`float`): share of the run in which the rate rises from 0.
+        warmup (`float`): share of the run in which the learning rate rises from 0.
         shape (`str`): `"linear"`, `"cosine"` (both fall to 0) or `"constant"`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the draft, the target and the arguments that are to continue it."""
+"""Checks that a checkpoint fits the draft, the target and the arguments of the run that resumes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..model.configuration_dflash import DFlashConfig
 
 logger = logging.get_logger(__name__)
 
-# What a checkpoint's weights mean: other values give another function of the same tensors, or do not fit them.
+# With other values of these entries, the same tensors compute another function or do not fit.
 DRAFT_FIELDS = (
     "block_size",
     "mask_token_id",
@@ -45,10 +45,10 @@ DRAFT_FIELDS = (
 
 class RunRecord(TrainerCallback, ExportableState):
     """
-    Keep what a run was started with in its checkpoints, inside `trainer_state.json`.
+    Record the arguments of a run in `trainer_state.json` of its checkpoints.
 
     Args:
-        **values: JSON values; [`check_checkpoint`] says which of them mean what.
+        **values: JSON values from [`run_values`], which [`check_checkpoint`] compares.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -58,20 +58,20 @@ class RunRecord(TrainerCallback, ExportableState):
         return {"args": self.values, "attributes": {}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A checkpoint written without this record has no entry, and Trainer fills in only those that are there.
+        # A checkpoint without this record has no entry, and Trainer (transformers 5.24) updates only existing ones.
         state.stateful_callbacks[type(self).__name__] = self.state()
 
 
 @torch.no_grad()
 def target_fingerprint(target: nn.Module) -> str | None:
     """
-    A digest of the first weights of every floating-point tensor, which another folder or dtype does not change.
+    Return a digest of the first weights of every floating-point tensor, which does not depend on folder or dtype.
 
-    A draft may go on with the same target in another dtype; cached states may not, so that their
-    [`~state_cache.weights_checksum`] looks at every bit.
+    A run may be resumed with the same target in another dtype. Cached hidden states may not be used then, so that
+    their [`weights_checksum`] covers every bit.
 
     Args:
-        target (`nn.Module`): on any devices.
+        target (`nn.Module`): the target, on any devices.
 
     Returns:
         `str` of 16 hexadecimal digits, or `None` if a tensor is sharded or not in memory.
@@ -82,31 +82,36 @@ def target_fingerprint(target: nn.Module) -> str | None:
             return None
         if parameter.is_floating_point():
             digest.update(f"{name} {list(parameter.shape)}".encode())
-            first = parameter.data.reshape(-1)[:8].to(torch.bfloat16)  # what is left of fp32 weights in a bf16 target
+            first = parameter.data.reshape(-1)[:8].to(
+                torch.bfloat16
+            )  # so that fp32 weights equal those of a bf16 copy
             digest.update(first.cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
     """
-    The newest checkpoint that was written to its end.
+    Return the newest complete checkpoint.
 
     Args:
-        output_dir (`str`): folder of the checkpoints; need not exist.
+        output_dir (`str`): folder of the checkpoints; it need not exist.
 
     Returns:
-        `str` or `None`: its folder; a newer one that a crash left half-written is passed over with a warning.
+        `str` or `None`: its folder. A newer checkpoint that a crash left incomplete is skipped with a warning.
     """
     if not Path(output_dir).is_dir():
         return None
     for folder in reversed(sort_checkpoints(str(output_dir))):
         if _trainer_state(folder) is not None:
             return folder
-        logger.warning(f"{folder} is incomplete (its trainer_state.json, which is written last, is missing): skipped.")
+        logger.warning(
+            f"{folder} is skipped, since it is incomplete: trainer_state.json, which is written last, is missing."
+        )
     return None
 
 
 def _trainer_state(folder: str | Path) -> dict[str, Any] | None:
+    """Read the trainer state of a checkpoint; `None` if it is missing or unreadable."""
     try:
         state = json.loads((Path(folder) / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -116,23 +121,24 @@ def _trainer_state(folder: str | Path) -> dict[str, Any] | None:
 
 def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str, Any]) -> None:
     """
-    Refuse a checkpoint of another draft or target before anything of it is loaded, and name what else has changed.
+    Refuse a checkpoint of another draft, target or optimizer before it is loaded, and warn of other changes.
 
     Args:
         folder (`str`): the checkpoint.
-        config ([`DFlashConfig`]): of the draft that is to continue.
-        values (`dict`): from [`run_values`]. Another `target` or `use_muon` is refused; any other change is a warning,
-            since the run will not be what it would have been without the stop.
+        config ([`DFlashConfig`]): configuration of the draft that resumes from it.
+        values (`dict`): from [`run_values`]. Another `target` or `use_muon` is refused. Any other change is a warning,
+            since the resumed run differs from an uninterrupted one.
 
     Raises:
-        ValueError: it is no complete checkpoint, or belongs to another draft, target or optimizer.
+        ValueError: the checkpoint is incomplete, or belongs to another draft, target or optimizer.
     """
     name = Path(folder).name
     state = _trainer_state(folder)
     if state is None:
         raise ValueError(
-            f"{str(folder)!r} is no complete checkpoint: trainer_state.json, which is written last, is missing or "
-            "unreadable. Give another one, or resume_from_checkpoint=True for the last complete one in output_dir."
+            f"{str(folder)!r} is no complete checkpoint, since trainer_state.json, which is written last, is missing "
+            "or unreadable. Pass another checkpoint, or resume_from_checkpoint=True for the last complete one in "
+            "output_dir."
         )
     problems = []
     if (Path(folder) / "config.json").is_file():
@@ -153,8 +159,8 @@ def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str,
             problems.append(f"the target was {before} and is now {now} with other weights")
         else:
             logger.warning(
-                f"{name} was trained with other weights of the target {values['target']} (another revision or "
-                "quantisation?): the draft continues on hidden states it was not trained on."
+                f"{name} was trained with other weights of the target {values['target']}, perhaps of another revision "
+                "or quantisation. The draft continues on hidden states on which it was not trained."
             )
     elif weights is None and values["target_fingerprint"] is not None:
         changed.pop("target", None)  # the same weights in another folder
@@ -166,17 +172,17 @@ def check_checkpoint(folder: str | Path, config: DFlashConfig, values: dict[str,
         )
     if changed:
         details = "; ".join(map(str, changed.values()))
-        logger.warning(f"Resuming {name} gives another run than without the stop: {details}.")
+        logger.warning(f"The run resumed from {name} differs from an uninterrupted one: {details}.")
 
 
 def run_values(args: Any, target: PreTrainedModel, num_rows: int | None) -> dict[str, Any]:
     """
-    What [`RunRecord`] keeps and [`check_checkpoint`] compares.
+    Return the values that [`RunRecord`] records and [`check_checkpoint`] compares.
 
     Args:
-        args ([`DFlashTrainingArguments`]): of the run.
-        target (`PreTrainedModel`): of the run.
-        num_rows (`int`, *optional*): of the training set.
+        args ([`DFlashTrainingArguments`]): arguments of the run.
+        target (`PreTrainedModel`): target of the run.
+        num_rows (`int`, *optional*): number of training rows.
 
     Returns:
         `dict` of JSON values.

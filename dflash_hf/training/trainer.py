@@ -72,7 +72,7 @@ class DFlashTrainer(HubTrainer):
 
     Raises:
         ValueError: draft and target do not fit together, no row is usable, a row contains the mask token or a token
-            outside the target's embedding, or the target states of an `IterableDataset` are to be cached.
+            outside the target's embedding, or the hidden states for an `IterableDataset` are to be cached.
         TypeError: a data set is of an unsupported type.
 
     Training logs `loss` (the weighted loss) and `acceptance_length` of the trained blocks. Evaluation logs
