@@ -22,6 +22,7 @@ import dflash_hf
 from dflash_hf.cli import app
 from dflash_hf.cli.train import DraftAndDataArguments
 from dflash_hf.training.arguments import DFlashTrainingArguments
+from dflash_hf.training.metric_names import old_name
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "docs").rglob("*.md"))
@@ -266,7 +267,8 @@ def test_yaml_blocks_name_arguments_of_training(path):
 @pytest.mark.parametrize("name", ["hyperparameters.md", "scaling.md"])
 def test_arguments_named_in_the_guides_exist(name):
     known = {*DraftAndDataArguments.__dataclass_fields__, *DFlashTrainingArguments.__dataclass_fields__}
-    others = {"accept_len", "eval_accept_len", "eval_serving_accept_len", "num_hidden_layers", "target_layer_ids"}
+    others = {"acceptance_length", "eval_acceptance_length", "eval_serving_acceptance_length"}
+    others |= {"num_hidden_layers", "target_layer_ids"}
     others |= {"fully_shard", "device_map"}
     text = FENCED.sub("", (ROOT / "docs" / name).read_text())
     named = set(re.findall(r"`([a-z]+_[a-z_0-9]+)(?:[=:][^`]*)?`", text))
@@ -315,8 +317,9 @@ def test_readme_opens_with_the_two_set_up_commands_and_stays_short():
 def test_arguments_named_in_the_training_guide_exist():
     known = {*DraftAndDataArguments.__dataclass_fields__, *DFlashTrainingArguments.__dataclass_fields__}
     names = set(re.findall(r"`([a-z]+_[a-z_0-9]+)(?:=[^`]*)?`", (ROOT / "docs" / "training.md").read_text()))
-    columns = {"input_ids", "loss_mask", "accept_len", "device_map"}
-    metrics = {"eval_loss", "eval_accept_len", "eval_slot_accuracy_k", "eval_serving_accept_len"}
+    columns = {"input_ids", "loss_mask", "device_map"}
+    lengths = {f"{part}acceptance_length" for part in ("", "eval_", "eval_serving_", "eval_generate_")}
+    metrics = {"eval_loss", "eval_slot_accuracy_k", *lengths, *map(old_name, lengths)}
     assert names - columns - metrics <= known
     assert len(names) > 15
 

@@ -58,31 +58,31 @@ def cells(target: PreTrainedConfig) -> dict[str, str]:
     one_layer, ends = layer_bytes(config, slots, context), 6 * context * hidden + 4 * slots * hidden
     numbers = {
         "target in bf16": 2 * of_target,
-        "its pass": 6 * context * target.intermediate_size,
-        "state cache of 10 million tokens": 10**7 * 2 * taps * hidden,
-        "states of a step": context * 2 * taps * hidden,
+        "its forward pass": 6 * context * target.intermediate_size,
+        "hidden-state cache of 10 million tokens": 10**7 * 2 * taps * hidden,
+        "hidden states of a step": context * 2 * taps * hidden,
         "draft, gradient, AdamW": 16 * of_draft,
         "draft, gradient, Muon": 12 * of_draft,
         "bf16 copies": 2 * of_draft,
         "DDP's buckets": 4 * of_draft,
-        "all logits of a step (not made)": 8 * supervised * vocab,
-        "the tiled loss": tile_slots * tile_columns * 6 + tile_slots * hidden * 4 + 8 * supervised * hidden,
+        "all logits of a step (not computed)": 8 * supervised * vocab,
+        "the chunked loss": tile_slots * tile_columns * 6 + tile_slots * hidden * 4 + 8 * supervised * hidden,
         "activations": config.num_hidden_layers * one_layer + ends,
         "activations with `gradient_checkpointing`": one_layer + 4 * config.num_hidden_layers * slots * hidden + ends,
     }
     needed = (
         "target in bf16",
-        "states of a step",
+        "hidden states of a step",
         "draft, gradient, Muon",
         "bf16 copies",
-        "the tiled loss",
+        "the chunked loss",
         "activations with `gradient_checkpointing`",
     )
     numbers["**one process, Muon, checkpointing**"] = sum(numbers[name] for name in needed)
     return {
         "weights of the target": f"{of_target / 1e9:.1f} billion",
         "weights of the draft": f"{of_draft / 1e9:.2f} billion",
-        "states of a token": f"{2 * taps * hidden / 1000:.1f} kB",
+        "hidden states of a token": f"{2 * taps * hidden / 1000:.1f} kB",
         **{
             name: f"{count / 1e9:.1f} GB" if count < 1e11 else f"{count / 1e9:.0f} GB"
             for name, count in numbers.items()

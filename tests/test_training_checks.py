@@ -155,7 +155,7 @@ def test_a_half_written_checkpoint_is_passed_over_and_refused_by_name(run_copy, 
     shutil.copytree(run_copy / "checkpoint-2", broken)
     (broken / "trainer_state.json").write_text("{")
     assert last_complete_checkpoint(run_copy) == str(run_copy / "checkpoint-2")
-    assert any("checkpoint-10 is incomplete" in message for message in warnings())
+    assert any("checkpoint-10 is skipped, since it is incomplete" in message for message in warnings())
     assert last_complete_checkpoint(run_copy / "nowhere") is None
     trainer = make_trainer(make_target(), run_copy.parent, **{**SAVED, "max_steps": 3})
     with pytest.raises(ValueError, match="checkpoint-10' is no complete checkpoint"):
@@ -317,7 +317,7 @@ def test_the_summary_is_shown_once_and_says_what_is_trained(tmp_path, tokenizer,
         f"3 rows, {tokens} tokens, {6 / tokens:.0%} supervised",
         "1 steps, 2 rows and 2 blocks a step",
         "Muon with AdamW, peak rate 0.002, cosine, slot weights dpace",
-        "target states in memory: 0.00 GiB",
+        "hidden states of the target in memory: 0.00 GiB",
     ):
         assert part in shown
 
@@ -331,7 +331,7 @@ def test_half_precision_that_gives_poor_drafts_is_warned_of(tmp_path, warnings):
     make_trainer(target, tmp_path, draft=make_draft(target).bfloat16(), rows=rows, max_steps=1).train()
     assert any("weights are in bfloat16" in m and "dtype=torch.float32" in m for m in warnings())
     make_trainer(target.half(), tmp_path, draft=make_draft(target), rows=rows, max_steps=1).train()
-    assert any(message.startswith("float16 (the target)") for message in warnings())
+    assert any(message.startswith("float16 is used (the target)") for message in warnings())
 
 
 def test_target_states_that_are_not_finite_end_training_at_the_first_batch(tmp_path):
