@@ -245,7 +245,7 @@ def test_a_fully_sharded_target_gets_no_gradients(ranks):
 
 @pytest.mark.spawns
 def test_a_tensor_parallel_target_needs_a_draft_that_is_split_alike(ranks):
-    assert "tp_size=2 and the draft tp_size=1" in ranks["tensor_parallel_target"]["mismatch"]
+    assert "tp_size=2 and the draft has tp_size=1" in ranks["tensor_parallel_target"]["mismatch"]
 
 
 # ---- one process ----
