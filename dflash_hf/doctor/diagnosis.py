@@ -225,8 +225,8 @@ class Diagnosis:
             "No check found a fault: the draft is undertrained, or it was trained on another target's hidden states "
             "(a fine-tune, or another checkpoint of the same shape) or on rows that differ from these prompts. "
             "Compare with eval_acceptance_length of its training. If that was high, check the target, and pass "
-            "prompts of the training with --prompts. If it was low, train longer and on more rows that this target wrote "
-            "(dflash-hf regenerate).",
+            "prompts of the training with --prompts. If it was low, train longer and on more rows that this target "
+            "wrote (dflash-hf regenerate).",
         )
 
 
