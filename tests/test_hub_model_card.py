@@ -477,6 +477,7 @@ def test_without_matplotlib_the_card_says_so_in_words(config, tmp_path, monkeypa
 CARDS = ROOT / "model_cards"
 PUBLISHED = sorted(facts.parent for facts in CARDS.glob(f"*/{FACTS_NAME}"))
 OF_THE_DEMO = CARDS / "SmolLM2-135M-Instruct-DFlash-demo"
+OF_VERSION_0_1_0 = Path(__file__).parent / "data" / "card_0.1.0"
 EVALUATED = [folder for folder in PUBLISHED if folder != OF_THE_DEMO]
 
 
@@ -490,8 +491,8 @@ def test_published_cards_are_what_their_facts_render_to(folder):
 
 
 def test_facts_that_version_0_1_0_wrote_are_read_and_written_under_their_present_names(tmp_path):
-    old = json.loads((OF_THE_DEMO / FACTS_NAME).read_text())
-    card = DraftCard.from_folder(OF_THE_DEMO)
+    old = json.loads((OF_VERSION_0_1_0 / FACTS_NAME).read_text())
+    card = DraftCard.from_folder(OF_VERSION_0_1_0)
     evaluation = card.evaluations[0]
     assert card.train_acceptance_length == old["train_accept_len"] == 2.6875
     assert evaluation.acceptance_length == old["evaluations"][0]["accept_len"] == 2.3251953125

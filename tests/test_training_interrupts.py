@@ -247,7 +247,11 @@ def child(folder: str) -> None:
 
 def start_child(folder: Path, **environment: str) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", f"import test_training_interrupts; test_training_interrupts.child({str(folder)!r})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import test_training_interrupts; test_training_interrupts.child({str(folder)!r})",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
         command,
