@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from dflash_hf import DFlashBody, DFlashConfig, DFlashTrainingArguments
+from dflash_hf.benchmarks.shapes import SHAPES
 from dflash_hf.blocks.losses import DEFAULT_HEAD_TILE, default_chunk_size
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
@@ -100,6 +102,23 @@ def table() -> dict[str, list[str]]:
 def test_the_numbers_of_a_target_follow_from_its_configuration(name):
     column = list(TARGETS).index(name)
     assert {what: line[column] for what, line in table().items()} == cells(TARGETS[name])
+
+
+def test_the_readme_has_the_arithmetic_of_an_8b_target():
+    text = " ".join((Path(__file__).parent.parent / "README.md").read_text().split())
+    numbers = cells(TARGETS["Qwen3-8B"])
+    with torch.device("meta"):
+        of_target = num_weights(AutoModelForCausalLM.from_config(TARGETS["Qwen3-8B"]))
+    shapes = replace(SHAPES["qwen3-8b"], rows=ROWS, length=TOKENS, anchors=ANCHORS, target_layers=0)
+    target_flops = 2 * of_target * ROWS * TOKENS
+    step_flops = target_flops + shapes.matrix_flops
+    hours = step_flops * 3 * 20_000 / ROWS / 400e12 / 3600
+    assert f"has {numbers['weights of the draft']} weights" in text
+    assert f"takes {numbers['**one process, Muon, checkpointing**']} on" in text
+    assert f"and {round(step_flops / 1e12, -1):.0f} TFLOP a step" in text
+    assert f"forward pass is {round(target_flops / 1e12, -1):.0f}." in text
+    assert "about two hours" in text
+    assert round(hours) == 2
 
 
 def test_the_defaults_of_the_guide_are_those_of_the_package():
