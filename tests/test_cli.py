@@ -197,7 +197,8 @@ def test_bad_arguments_end_in_one_line(run, saved_target, tmp_path, extra, words
 def test_unknown_and_unparsable_flags_end_in_one_line(run):
     code, _, err = run("train", "--blok", "3")
     assert code == 1
-    assert "--blok" in error_line(err)
+    assert "does not know --blok 3" in error_line(err)
+    assert "--help-all" in error_line(err)
     code, _, err = run("train", "--block_size", "many")
     assert code == 2
     assert err.strip().splitlines()[-1].startswith("dflash-hf train: error: argument --block_size")

@@ -103,7 +103,7 @@ def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlash
         `tuple[DraftAndDataArguments, DFlashTrainingArguments]`
 
     Raises:
-        ValueError: the file is no mapping or names an unknown argument.
+        ValueError: the file is no mapping, or an argument is unknown.
         FileNotFoundError: the file is missing.
     """
     from transformers import HfArgumentParser
@@ -124,7 +124,11 @@ def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlash
             )
         parser.set_defaults(**values)
         arguments = arguments[1:]
-    pair, training = parser.parse_args_into_dataclasses(arguments)
+    pair, training, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(
+            f"dflash-hf train does not know {' '.join(unknown)}. Use names that `dflash-hf train --help-all` lists."
+        )
     return pair, training
 
 
