@@ -293,10 +293,12 @@ def test_a_pause_that_a_server_asks_for_holds_everyone_back():
 
 def test_a_rate_limit_spreads_calls_evenly_further_tries_included():
     with FaultyServer(lambda number, body: "500" if number == 2 else None) as server:
+        began_s = time.monotonic()
         completions_of(backend_of(server, requests_per_minute=1200), requests_of(8))
     starts = sorted(call.started_s for call in server.calls)
     assert len(starts) == 9
-    assert starts[-1] - starts[0] >= 8 * 0.05 - 0.02
+    # from before the first call, since a busy machine can delay its arrival but never advance that of the last one
+    assert starts[-1] - began_s >= 8 * 0.05
 
 
 def test_requests_are_taken_one_by_one_and_put_back_ones_are_answered():
