@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import dflash_hf.training.trainer
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.cli.inspect import TRAINING_SEED
 from dflash_hf.data.inspection.figure import draw_rows
 from dflash_hf.data.inspection.layout import assign_lanes
 from dflash_hf.data.inspection.page import render_page
@@ -452,3 +453,7 @@ def test_bad_input_of_inspect_is_one_clear_line(run, saved_target, tmp_path, mon
         assert (code, len(lines)) == (1, 1), (arguments, err)
         assert expected in lines[0]
     assert not (tmp_path / "rows.png").exists()
+
+
+def test_the_seed_of_the_command_is_that_of_training():
+    assert DFlashTrainingArguments.seed == TRAINING_SEED

@@ -67,7 +67,7 @@ def test_a_journal_drops_an_incomplete_line_and_names_a_damaged_one(tmp_path):
     journal = Journal(path)
     journal.append({"a": 4})
     assert read_journal(path, lambda entry: entry["a"]) == [1, "naïve\u2028", 4]
-    journal.append([])  # type: ignore[arg-type]
+    journal.append([])
     with pytest.raises(ValueError, match=r"newest\.jsonl, line 4 is damaged \(it is not a JSON object\)"):
         read_journal(path, dict)
     journal.clear()

@@ -14,6 +14,8 @@ from rich.progress import track
 from ..training.block_arguments import BlockTrainingArguments
 from .train import DraftAndDataArguments
 
+TRAINING_SEED = 42  # the default of transformers.TrainingArguments, whose import would take seconds
+
 
 def inspect(
     data: Annotated[
@@ -31,7 +33,7 @@ def inspect(
         int, typer.Option(help="Largest number of blocks of a row in one step.")
     ] = BlockTrainingArguments.anchors_per_sample,
     step: Annotated[int, typer.Option(help="Optimizer step whose blocks are shown.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the training run.")] = 42,
+    seed: Annotated[int, typer.Option(help="Seed of the training run.")] = TRAINING_SEED,
     max_length: Annotated[
         int, typer.Option(help="Longest row in tokens. Longer rows are truncated.")
     ] = BlockTrainingArguments.max_length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -227,10 +228,10 @@ def _interrupts_of_workers() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        if isinstance(error.__context__, KeyboardInterrupt):
+    finally:
+        error = sys.exception()
+        if error is not None and isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from error
-        raise
 
 
 def _check_columns(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -84,7 +84,7 @@ def accepted_tokens_at_every_anchor(
     """
     Count the drafted tokens that the target would accept with the anchor at each token of the responses.
 
-    The blocks are computed as in training, so that nothing but the choice of anchors can differ. All anchors are
+    The blocks are computed as in training, and only the choice of anchors differs. All anchors are
     drafted, `blocks_per_pass` of each sequence at a time. Simulating only the anchors that decoding reaches would need
     fewer blocks, but one pass over the context for each of them. A later slot goes through the head only if the slots
     before it were right, so that the cost of the head grows with the number of accepted tokens.

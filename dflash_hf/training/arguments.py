@@ -16,7 +16,7 @@ DEFAULT_LEARNING_RATES = {True: 2e-3, False: 6e-4}  # by use_muon
 
 
 @dataclass
-class DFlashTrainingArguments(BlockTrainingArguments, TrainingArguments):  # type: ignore[misc]  # learning_rate
+class DFlashTrainingArguments(BlockTrainingArguments, TrainingArguments):  # type: ignore[misc]  # `learning_rate` may be unset
     """
     [`~transformers.TrainingArguments`] with the arguments of block training.
 
