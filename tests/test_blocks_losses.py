@@ -9,15 +9,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_hf.blocks import losses as losses_module
-from dflash_hf.blocks.losses import (
-    LossTerms,
-    chunked_head_losses,
-    decay_weights,
-    default_loss_decay,
-    dpace_weights,
-    slot_loss,
-)
+from dflash_hf.blocks import head_losses as losses_module
+from dflash_hf.blocks.head_losses import chunked_head_losses
+from dflash_hf.blocks.losses import LossTerms, decay_weights, default_loss_decay, dpace_weights, slot_loss
 from dflash_hf.blocks.metrics import AcceptanceRecord, accepted_slots, record_of_counts, row_statistics, summarize
 
 

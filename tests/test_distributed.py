@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, DraftCard
-from dflash_hf.blocks.losses import is_plain_head
+from dflash_hf.blocks.head_losses import is_plain_head
 from dflash_hf.data.collator import DFlashCollator
 
 

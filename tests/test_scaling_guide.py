@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from dflash_hf import DFlashBody, DFlashConfig, DFlashTrainingArguments
 from dflash_hf.benchmarks.shapes import SHAPES
-from dflash_hf.blocks.losses import DEFAULT_HEAD_TILE, default_chunk_size
+from dflash_hf.blocks.head_losses import DEFAULT_HEAD_TILE, default_chunk_size
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
 # as their config.json on the Hub says

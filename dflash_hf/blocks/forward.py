@@ -12,7 +12,8 @@ from accelerate.utils import align_module_device
 from ..model.modeling_dflash import DFlashDraftModel
 from .attention import training_masks
 from .batch import TokenBatch
-from .losses import CROSS_ENTROPY, LossTerms, chunked_head_losses, dpace_weights, position_weights
+from .head_losses import chunked_head_losses
+from .losses import CROSS_ENTROPY, LossTerms, dpace_weights, position_weights
 from .plan import DFlashBatchPlan
 
 

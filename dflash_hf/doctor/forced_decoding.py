@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..blocks.batch import TokenBatch
 from ..blocks.forward import block_hidden_states
-from ..blocks.losses import default_chunk_size
+from ..blocks.head_losses import default_chunk_size
 from ..blocks.plan import blocks_of_each_row
 from ..data.chat_template import chat_inputs
 from ..data.collator import DFlashCollator

@@ -9,7 +9,7 @@ import torch
 
 from ..blocks.batch import TokenBatch
 from ..blocks.forward import block_hidden_states
-from ..blocks.losses import default_chunk_size
+from ..blocks.head_losses import default_chunk_size
 from ..blocks.plan import blocks_of_each_row
 from ..model.modeling_dflash import DFlashDraftModel
 
