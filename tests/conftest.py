@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from hub_stand_in import HubStandIn
+from hypothesis import HealthCheck, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -26,6 +27,16 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 
 torch.set_num_threads(1)  # tiny models lose more to threads than they gain
+# Plain `pytest` tries the same few inputs at every run. `--hypothesis-profile long` tries new ones.
+settings.register_profile("fast", max_examples=15, derandomize=True, deadline=None, database=None)
+settings.register_profile(
+    "long",
+    max_examples=int(os.environ.get("PROPERTY_EXAMPLES", "150")),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile("fast")
 # A shell starts its background jobs with SIGINT ignored, which their children inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
