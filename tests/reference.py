@@ -28,7 +28,11 @@ def plan(
     replacement: bool = True,
     partial: bool = False,
 ) -> list[dict]:
-    """One dict a block: row, anchor (None if invalid), trunk length, valid slots, slots with loss."""
+    """
+    One dict a block: row, anchor (None if invalid), trunk length, slots that attend, slots with loss.
+
+    Every slot of a valid block attends, as in a served block. Only the loss ends at the text.
+    """
     blocks = []
     for row, tokens in enumerate(valid):
         length = len(tokens)
@@ -58,11 +62,10 @@ def plan(
         for anchor in anchors:
             slots, with_loss = [], []
             if anchor is not None:
-                for slot in range(gamma + 1):
+                slots = list(range(gamma + 1))
+                for slot in slots[1:]:
                     if not usable(anchor, anchor + slot):
                         break
-                    slots.append(slot)
-                for slot in slots[1:]:
                     if supervised is not None and not supervised[row][anchor + slot]:
                         break
                     with_loss.append(slot)

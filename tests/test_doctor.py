@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import dflash_hf.blocks.forward
 import dflash_hf.doctor
 import dflash_hf.doctor.checks
 from dflash_hf import DFlashDraftModel, build_dflash_batch_plan
 from dflash_hf.blocks.forward import block_hidden_states
-from dflash_hf.doctor.checks import check_mask_token, check_target_states, check_template, check_weights
+from dflash_hf.doctor.checks import (
+    check_mask_token,
+    check_paths,
+    check_target_states,
+    check_template,
+    check_weights,
+)
 from dflash_hf.doctor.diagnosis import Diagnosis, verdict
 from dflash_hf.doctor.finding import Finding, guarded
 from dflash_hf.doctor.forced_decoding import TargetResponses, generate_responses
@@ -310,6 +318,28 @@ def test_states_of_the_layer_before_are_found_and_the_layer_is_named(healthy, mo
     assert finding.status == "fault"
     assert "reads as layer 0" in finding.measured
     assert "nearest is hidden_states[2]" in finding.measured
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 20])
+def test_the_last_anchors_of_a_text_are_compared_between_training_and_generation(num_tokens, monkeypatch):
+    """A training mask that hides the slots past the end of the text is found, whatever the length of the text."""
+    tokenizer = make_tokenizer()
+    target = chat_target(tokenizer)
+    draft = new_draft(target, block_size=8)
+    responses = generate_responses(target, tokenizer, PROMPTS[:1], max_new_tokens=num_tokens)
+    finding = check_paths(draft, responses)
+    assert finding.status == "ok"
+    last = int(responses.token_valid_mask[0].sum()) - 2
+    assert f"{last}] differ" in finding.measured
+
+    real = dflash_hf.blocks.forward.training_masks
+
+    def hidden_past_the_end(config, plan, batch, kind="auto"):
+        in_text = plan.query_positions < batch.length
+        return real(config, replace(plan, slot_valid=plan.slot_valid & in_text), batch, kind)
+
+    monkeypatch.setattr(dflash_hf.blocks.forward, "training_masks", hidden_past_the_end)
+    assert check_paths(draft, responses).status == "fault"
 
 
 @pytest.mark.trains

@@ -6,7 +6,7 @@ import random
 import pytest
 import reference
 import torch
-from conftest import make_target
+from conftest import make_draft, make_target
 from training_runs import make_trainer, rows_of
 
 from dflash_hf.blocks.batch import TokenBatch
@@ -186,3 +186,61 @@ def test_evaluation_reports_the_acceptance_length_that_generate_reaches(half_tra
     assert metrics["eval_serving_acceptance_length"] != metrics["eval_acceptance_length"]
     quick = make_trainer(target, tmp_path, draft=draft, rows=rows, eval_rows=rows, eval_serving=False)
     assert "eval_serving_acceptance_length" not in quick.evaluate()
+
+
+END = 3  # an end token of the targets below, whose vocabulary has seven tokens, so that a random draft is often right
+
+
+def short_answers(target, draft) -> tuple[list[dict], list[list[int]]]:
+    """Answers of three to eight tokens that end by length or with an end token, and the passes that wrote them."""
+    rows, committed = [], []
+    generator = torch.Generator().manual_seed(2)
+    for index in range(24):
+        prompt = torch.randint(0, 6, (1, 2 + index % 5), generator=generator)
+        inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        kwargs = {"max_new_tokens": 3 + index % 6, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [6]}
+        plain = generate_timed(target, inputs, eos_token_id=END, **kwargs)
+        is_end_at_full_length = plain.token_ids[-1] == END and len(plain.token_ids) == kwargs["max_new_tokens"]
+        if len(plain.token_ids) < 3 or is_end_at_full_length:  # the text does not tell which of the two ended it
+            continue
+        drafted = generate_timed(target, inputs, draft, eos_token_id=END, **kwargs)
+        assert drafted.token_ids == plain.token_ids
+        rows.append(
+            {
+                "input_ids": prompt[0].tolist() + drafted.token_ids,
+                "loss_mask": [0] * prompt.shape[1] + [1] * len(drafted.token_ids),
+            }
+        )
+        committed.append(drafted.committed)
+    return rows, committed
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize(
+    "layers", [{}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16, "is_causal": False}]
+)
+def test_short_answers_are_simulated_pass_by_pass_as_generate_writes_them(tmp_path, block_size, layers):
+    """Most blocks run past the end of these answers, and a served block does not know where the answer will end."""
+    ended, lengths, passes = set(), set(), []
+    for seed in range(3):
+        target = make_target(seed, vocab_size=7, eos_token_id=END)
+        draft = make_draft(target, seed, mask_token_id=6, block_size=block_size, **layers)
+        rows, expected = short_answers(target, draft)
+        batch = batch_of(target, draft, rows)
+        accepted = accepted_of(draft, batch, blocks_per_pass=5)
+        for index, row in enumerate(rows):
+            length = len(row["input_ids"])
+            simulated = simulate_passes(
+                accepted[index, :length].tolist(), row["input_ids"], row["loss_mask"], end_token_ids={END}
+            )
+            assert simulated == expected[index]
+            ended.add(row["input_ids"][-1] == END)
+            lengths.add(sum(row["loss_mask"]))
+        trainer = make_trainer(target, tmp_path, draft=draft, rows=rows, eval_rows=rows)
+        own = list(itertools.chain(*expected))
+        length = trainer.evaluate()["eval_serving_acceptance_length"]
+        assert length == pytest.approx(sum(own) / len(own), rel=1e-12)
+        passes += own
+    assert ended == {True, False}
+    assert lengths == {3, 4, 5, 6, 7, 8}
+    assert len(set(passes)) >= 3

@@ -26,11 +26,13 @@ class DFlashBatchPlan:
             anchor, in its document.
         query_positions (`torch.LongTensor` of shape `[N, B]`): anchor + slot; 0 where the block is invalid.
         label_positions (`torch.LongTensor` of shape `[N, B]`): equal to `query_positions`, since a slot predicts
-            the token at its own position. A slot past the end of the row is never valid; clamp its position before
-            gathering.
+            the token at its own position. The positions of slots past the end of the row are past it, too; clamp them
+            before gathering.
         block_valid (`torch.BoolTensor` of shape `[N]`): the row has a window for this block.
-        slot_valid (`torch.BoolTensor` of shape `[N, B]`): the slot holds a token of the block.
-        loss_mask (`torch.BoolTensor` of shape `[N, B]`): the slot carries loss; slot 0 never does.
+        slot_valid (`torch.BoolTensor` of shape `[N, B]`): the slot attends and is attended to in its block. This is
+            `block_valid` at every slot, also past the end of the text, since a served block always has all its slots.
+        loss_mask (`torch.BoolTensor` of shape `[N, B]`): the slot carries loss. Slot 0 never does, nor does a slot
+            past the end of the text.
     """
 
     sample_rows: torch.Tensor
@@ -114,7 +116,8 @@ def build_dflash_batch_plan(
             Sample anchors independently, so that they may repeat. With `False` they are distinct and in ascending
             order; a row with fewer windows than anchors uses each window once, and its other blocks are invalid.
         partial_windows (`bool`, defaults to `False`):
-            Allow blocks that run past the end of the valid tokens. Their missing slots are invalid.
+            Allow blocks that run past the end of the text, of which only the anchor and the next token must exist.
+            Slots past the end carry no loss. They attend like all others, as mask tokens at the next positions.
 
     Returns:
         [`DFlashBatchPlan`] on the device of the inputs.
@@ -167,8 +170,8 @@ def build_dflash_batch_plan(
     slots = torch.arange(block_size, device=device)
     row_index = torch.arange(rows, device=device)[:, None]
     query_positions = (anchors[..., None] + slots).masked_fill(~block_valid[..., None], 0)
-    slot_valid = in_window[row_index, anchors] & block_valid[..., None]
-    loss_mask = slot_valid & (slots > 0)
+    slot_valid = block_valid[..., None].repeat(1, 1, block_size)
+    loss_mask = in_window[row_index, anchors] & slot_valid & (slots > 0)
     if supervised_mask is not None:
         carries_loss = supervised_mask[row_index[..., None], query_positions.clamp(max=max(length - 1, 0))]
         carries_loss = (carries_loss | (slots == 0)).int().cumprod(-1).bool()

@@ -14,7 +14,7 @@ from transformers.cache_utils import DFlashCache
 
 from ..blocks.batch import TokenBatch
 from ..blocks.forward import block_hidden_states
-from ..blocks.plan import blocks_of_each_row, build_dflash_batch_plan
+from ..blocks.plan import blocks_of_each_row
 from ..data.chat_template import ChatTemplateError
 from ..data.labels import read_row
 from ..data.prompt_check import check_prompt
@@ -355,35 +355,30 @@ def check_paths(draft: DFlashDraftModel, responses: TargetResponses) -> Finding:
     """
     Compare the blocks of training with those of generation, which reads the context through the cache.
 
-    Generation reads the context at once and in two parts.
+    Generation reads the context at once and in two parts. The last anchors of the text are among those compared: a
+    block that runs past the end of the text has all its slots in training, too, since generation does not know where
+    the text will end.
 
     Args:
         draft ([`DFlashDraftModel`]): The draft, tied.
-        responses ([`TargetResponses`]): The text, of which the first sequence with a whole block is used.
+        responses ([`TargetResponses`]): The text, of which the sequence with the longest response is used.
 
     Returns:
         [`Finding`] named "training and generation".
     """
     name, size = "training and generation", draft.config.block_size
-    lengths, starts = responses.token_valid_mask.sum(-1).tolist(), responses.supervised_mask.int().argmax(-1).tolist()
-    row = next((index for index in range(len(lengths)) if lengths[index] - starts[index] >= size), None)
-    if row is None:
-        return Finding(name, SKIPPED, f"no response is as long as a block of {size}", "Use other prompts.")
-    ids = responses.input_ids[row : row + 1, : lengths[row]]
-    context = responses.context(draft.config.target_layer_ids or [])[row : row + 1, : lengths[row]]
+    row = int(responses.supervised_mask.sum(-1).argmax())
+    length, start = int(responses.token_valid_mask[row].sum()), int(responses.supervised_mask[row].int().argmax())
+    if length < 3:
+        return Finding(name, SKIPPED, f"the longest text has {length} tokens", "Use other prompts.")
+    ids = responses.input_ids[row : row + 1, :length]
+    context = responses.context(draft.config.target_layer_ids or [])[row : row + 1, :length]
     batch = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), hidden_states=context)
-    plan = build_dflash_batch_plan(
-        batch.valid,
-        torch.zeros(1, dtype=torch.int64, device=ids.device),
-        anchors_per_sample=lengths[row],
-        gamma=size - 1,
-        optimizer_step=0,
-        seed=0,
-        replacement=False,
-    )
-    last = lengths[row] - size
-    anchors = sorted({max(starts[row] - 1, 1), (starts[row] + last) // 2, last})
-    trained = block_hidden_states(draft, draft, blocks_of_each_row(plan, 1, anchors), batch)
+    first, last = max(start - 1, 1), length - 2  # the last anchor has one token after it
+    last_whole = max(length - size, first)
+    anchors = sorted({first, (first + last_whole) // 2, last_whole, (last_whole + last) // 2, last})
+    # Without a supervised mask there is a block at every position, in ascending order.
+    trained = block_hidden_states(draft, draft, blocks_of_each_row(batch.plan_every_anchor(size), 1, anchors), batch)
     tolerance, worst = TOLERANCES.get(draft.dtype, TOLERANCES[torch.bfloat16]), 0.0
     for block, anchor in zip(trained, anchors, strict=True):
         noise = draft.embed_blocks(ids[:, anchor : anchor + 1])

@@ -193,6 +193,9 @@ class Block:
     """
     A block of a row. Its labels are the `num_labels` tokens after the anchor.
 
+    Every block has all its slots. Those past the end of the text attend as mask tokens and carry no loss; they are not
+    counted here, since no token of the row belongs to them.
+
     Args:
         anchor (`int`): The position of the anchor in the row, from 0.
         context_length (`int`): The number of tokens before the anchor that the draft sees. In a packed row only the
@@ -248,13 +251,20 @@ class StepPlan:
                 f"block_size={self.block_size} must be at least 2: the anchor and one drafted slot. Pass a larger one."
             )
 
-    def build(self, batch: Mapping[str, torch.Tensor], anchors_per_sample: int | None = None) -> DFlashBatchPlan:
+    def build(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        anchors_per_sample: int | None = None,
+        *,
+        partial_windows: bool = True,
+    ) -> DFlashBatchPlan:
         """
         Build the plan of a batch.
 
         Args:
             batch (`Mapping`): A batch of [`DFlashCollator`].
             anchors_per_sample (`int`, *optional*): Replaces the number of blocks of the step.
+            partial_windows (`bool`, defaults to `True`): Allow blocks that run past the end of the text.
 
         Returns:
             [`DFlashBatchPlan`]
@@ -272,7 +282,7 @@ class StepPlan:
             optimizer_step=self.optimizer_step,
             seed=self.seed,
             replacement=False,
-            partial_windows=True,
+            partial_windows=partial_windows,
         )
 
     def blocks_of(self, row: Mapping[str, Any]) -> list[Block]:
@@ -288,9 +298,16 @@ class StepPlan:
         if not len(row["input_ids"]):
             return []
         plan = self.build(DFlashCollator()([row]))
-        columns = (plan.anchor_positions, plan.trunk_lengths, plan.slot_valid.sum(-1), plan.loss_mask.sum(-1))
+        documents = list(row.get("segment_ids") or [0] * len(row["input_ids"]))
+        columns = (plan.anchor_positions, plan.trunk_lengths, plan.loss_mask.sum(-1))
+        blocks = zip(plan.block_valid.tolist(), *(part.tolist() for part in columns), strict=True)
         return [
-            Block(*values)
-            for is_valid, *values in zip(plan.block_valid.tolist(), *(part.tolist() for part in columns), strict=True)
+            Block(
+                anchor,
+                context_length,
+                num_slots=documents[anchor : anchor + self.block_size].count(documents[anchor]),
+                num_labels=num_labels,
+            )
+            for is_valid, anchor, context_length, num_labels in blocks
             if is_valid
         ]

@@ -77,8 +77,7 @@ class RowStatistics:
         shape = batch["supervised_mask"].shape
         all_blocks = plan.build(batch, anchors_per_sample=shape[1])
         self.eligible += all_blocks.block_valid.view(shape).sum(1).tolist()
-        is_whole = all_blocks.block_valid & all_blocks.slot_valid.all(-1)
-        self.has_whole_block += is_whole.view(shape).any(1).tolist()
+        self.has_whole_block += plan.build(batch, 1, partial_windows=False).block_valid.tolist()
         step = plan.build(batch)
         is_covered = torch.zeros(shape, dtype=torch.bool)
         sample_rows = step.sample_rows[:, None].expand_as(step.label_positions)

@@ -135,7 +135,7 @@ def _block_table(row: InspectedRow, plan: StepPlan) -> Table:
     """List the first blocks of a row."""
     listed = row.blocks[:MAX_LISTED_BLOCKS]
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("anchor at", "context", "slots", "labels"):
+    for name in ("anchor at", "context", "slots with a token", "labels"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("anchor", no_wrap=True)
     table.add_column("labels as text")  # the only column that shrinks in a narrow terminal
