@@ -4,7 +4,20 @@ import json
 
 import pytest
 from conftest import make_target
-from transformers import AutoConfig, Gemma3Config, LlamaConfig, Qwen3Config, T5Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    Gemma3Config,
+    Gemma4TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    T5Config,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from dflash_hf import DFlashConfig
@@ -81,6 +94,27 @@ def test_both_spellings_of_rope_are_one_value():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number above 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number above 0"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True"),
+        ({"initializer_range": float("inf")}, "initializer_range=inf must be a number above 0 and at most 10"),
+        ({"attention_dropout": 2.0}, "attention_dropout=2.0 must be a number at least 0 and below 1"),
+        ({"input_embedding_scale": -3}, "input_embedding_scale=-3 must be"),
+        ({"hidden_act": "nope"}, "hidden_act='nope' is no activation of transformers"),
+        ({"block_size": 10**9}, "block_size=1000000000 must be at most 1024"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id=.1, '2'. must be"),
+        ({"rope_theta": 10**400}, "rope_theta=1000.* must be positive"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be positive"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters has no 'factor', which rope_type='yarn' needs"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'factor'.=0 must be from 1e-06"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "'rope_type'.=.'yarn'. must be one of"),
+        ({"rope_scaling": 3}, "rope_scaling=3 must be dict"),
+        ({"target_layer_ids": list(range(10**5))}, "shortened.*from 0 to 35"),
+        ({"num_attention_heads": 2**20, "head_dim": 2**20}, "num_attention_heads=1048576 times head_dim"),
+        ({"target_num_hidden_layers": 10**6}, "target_num_hidden_layers=1000000 must be at most 1024"),
+        ({"dtype": "nope"}, "dtype='nope' must be a dtype of torch"),
+        ({"architectures": [3]}, "architectures=.3. must be a list of str"),
+        ({"to_dict": 3}, "'to_dict' is a value of the configuration"),
         ({"block_size": 1}, "block_size=1 must be at least 2"),
         ({"block_size": "16"}, "block_size='16'"),
         ({"hidden_size": 0}, "hidden_size=0"),
@@ -109,8 +143,9 @@ def test_both_spellings_of_rope_are_one_value():
     ],
 )
 def test_invalid_values_raise_value_error_with_field_value_and_rule(values, words):
-    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")) as error:
         DFlashConfig(**values)
+    assert len(str(error.value)) < 400
 
 
 def test_from_target_derives_everything_and_says_what_it_chose(caplog, tokenizer):
@@ -176,3 +211,164 @@ def test_unfit_targets_are_refused():
         DFlashConfig.from_target(make_target())
     with pytest.raises(ValueError, match="encoder-decoder"):
         DFlashConfig.from_target(T5Config(), mask_token_id=3)
+
+
+def hetero(kind: str, **values: object) -> PreTrainedConfig:
+    """A target of eight layers in which a size is one number, a list over the layers or a value of each layer type."""
+    types = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
+    common = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 8, "layer_types": types, **values}
+    by_layer = {"full_attention": {}, "sliding_attention": {}}
+    sizes = {"num_attention_heads": (8, 4), "num_key_value_heads": (2, 4), "head_dim": (16, 8)}
+    for name, (full, sliding) in sizes.items():
+        by_layer["full_attention"][name], by_layer["sliding_attention"][name] = full, sliding
+        if kind == "list":
+            common[name] = [by_layer[of_type][name] for of_type in types]
+        elif kind == "by type":
+            common[name] = {of_type: by_layer[of_type][name] for of_type in by_layer}
+        else:
+            common[name] = sliding
+    if kind == "by layer":
+        common["per_layer_config"] = {index: by_layer[of_type] for index, of_type in enumerate(types)}
+    theta = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
+    config = PreTrainedConfig(**common)
+    config.rope_parameters = theta
+    return config
+
+
+@pytest.mark.parametrize("kind", ["list", "by type", "by layer"])
+def test_a_size_that_differs_by_layer_is_that_of_the_layers_that_the_draft_resembles(kind):
+    config = DFlashConfig.from_target(hetero(kind), mask_token_id=96)
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rope_theta)
+    assert sizes == (8, 2, 16, 5e5)
+    sliding = {"layer_types": ["sliding_attention"] * 5, "sliding_window": 64}
+    config = DFlashConfig.from_target(hetero(kind), mask_token_id=96, **sliding)
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rope_theta)
+    assert sizes == (4, 4, 8, 2e4)
+    config = DFlashConfig.from_target(hetero(kind), mask_token_id=96, head_dim=64, num_key_value_heads=1)
+    assert (config.head_dim, config.num_key_value_heads) == (64, 1)
+
+
+def test_default_gemma_4_gets_a_head_size_of_its_full_layers_or_the_one_that_is_asked_for():
+    target = Gemma4TextConfig()
+    config = DFlashConfig.from_target(target, mask_token_id=3)
+    assert (config.head_dim, config.num_attention_heads, config.rope_theta) == (512, 8, 1_000_000)
+    assert DFlashConfig.from_target(target, mask_token_id=3, head_dim=128).head_dim == 128
+
+
+@pytest.mark.parametrize("value", [[4, 2, 1], {"other": 3}, "four", -4, 2.5, [None, "x"]])
+def test_a_size_from_which_no_value_can_be_chosen_is_asked_for(value):
+    target = hetero("list", num_key_value_heads=2)
+    target.num_key_value_heads = value
+    with pytest.raises(ValueError, match=r"has num_key_value_heads=.*Pass num_key_value_heads="):
+        DFlashConfig.from_target(target, mask_token_id=96)
+    assert DFlashConfig.from_target(target, mask_token_id=96, num_key_value_heads=4).num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "width"),
+    [
+        ({"num_experts_per_tok": 8, "moe_intermediate_size": 8}, 64),
+        ({"num_experts_per_tok": 2, "intermediate_size": 24}, 48),
+        ({"num_experts_per_tok": 4, "moe_intermediate_size": 12, "n_shared_experts": 2}, 72),
+        ({"num_experts_per_tok": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 30}, 78),
+        ({"num_experts_per_tok": 4, "moe_intermediate_size": 8, "intermediate_size": 200}, 200),
+        ({"moe_topk": [1, 2, 3, 4, 1, 1, 1, 1], "intermediate_size": 16}, 64),
+        ({"intermediate_size": [40, 48, 64, 40, 40, 40, 40, 40]}, 64),
+        ({"intermediate_size": 48, "num_experts_per_tok": 64, "is_moe": False}, 48),
+        ({"intermediate_size": None}, 96),
+    ],
+)
+def test_the_mlp_of_a_draft_is_as_wide_as_the_experts_that_a_token_activates(values, width):
+    target = PreTrainedConfig(**{"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, **values})
+    target.num_hidden_layers = 8
+    config = DFlashConfig.from_target(target, mask_token_id=96)
+    assert config.intermediate_size == width
+
+
+def test_an_mlp_narrower_than_the_hidden_states_is_widened_with_a_line_that_says_what_to_pass(caplog):
+    logger = logging.get_logger("dflash_hf.model.configuration_dflash")
+    logger.addHandler(caplog.handler)
+    target = LlamaConfig(hidden_size=32, intermediate_size=8, num_attention_heads=4, vocab_size=97)
+    try:
+        assert DFlashConfig.from_target(target, mask_token_id=96, intermediate_size=8).intermediate_size == 8
+        assert "intermediate_size=" not in caplog.text
+        assert DFlashConfig.from_target(target, mask_token_id=96).intermediate_size == 32
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "is 8 wide, less than its hidden_size=32" in caplog.text
+    assert "Pass intermediate_size=" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v4", "qwen4_exp_text"])
+def test_a_target_of_several_residual_streams_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=r"several residual streams \((altup_num_inputs|hc_mult|hc_count)=4\)"):
+        DFlashConfig.from_target(CONFIG_MAPPING[name](), mask_token_id=3)
+
+
+# Families whose configuration does not tell what a draft needs. Everything else that is no encoder-decoder must work.
+UNSUITED = {
+    "blt": "has no `hidden_size`",
+    "pi0": "has no `hidden_size`",
+    **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], "Pass num_attention_heads="),
+    **dict.fromkeys(["deepseek_v4", "gemma3n", "gemma3n_text", "glm5_next"], "several residual streams"),
+    **dict.fromkeys(["hy_v4", "hy_v4_vl", "qwen4_exp", "qwen4_exp_text"], "several residual streams"),
+}
+FAMILIES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+NO_DEFAULTS = {"gemma4_assistant"}  # transformers 5.24 cannot make its default configuration.
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("name", [family for family in FAMILIES if family not in NO_DEFAULTS])
+def test_every_family_gets_a_draft_that_fits_it_or_one_clear_line(name):
+    target = CONFIG_MAPPING[name]()
+    expected = "encoder-decoder" if getattr(target, "is_encoder_decoder", False) else UNSUITED.get(name)
+    if expected is not None:
+        with pytest.raises(ValueError, match=expected) as error:
+            DFlashConfig.from_target(target, mask_token_id=3)
+        assert len(str(error.value)) < 400
+        return
+    config = DFlashConfig.from_target(target, mask_token_id=3)
+    text = target.get_text_config(decoder=True)
+    assert config.hidden_size == text.hidden_size
+    assert config.intermediate_size >= config.hidden_size
+    assert config.head_dim >= 8
+    assert config.num_attention_heads * config.head_dim >= config.hidden_size // 4
+    assert max(config.target_layer_ids) < text.num_hidden_layers - 1
+
+
+@pytest.mark.parametrize("source", ["tokenizer", "unk", "config", "generation", "generation list", "image", "saved"])
+def test_a_row_without_a_token_that_is_a_pad_or_an_end_is_not_the_mask_token(source, tokenizer, tmp_path):
+    """97 words and 128 rows: `pad_token_id=97` is the first row that no token of the tokenizer uses."""
+    first = len(tokenizer)
+    overrides = {"config": {"pad_token_id": first}, "image": {"image_token_id": first}}.get(source, {})
+    target = make_target(vocab_size=272, **overrides)
+    if source == "tokenizer":
+        tokenizer.pad_token = None
+        type(tokenizer).pad_token_id = property(lambda self: first)
+    if source == "unk":
+        type(tokenizer).unk_token_id = property(lambda self: first)
+    if source.startswith("generation") or source == "saved":
+        target.generation_config.eos_token_id = first if source == "generation" else [first, first + 1]
+    next_row = first + 2 if source in ("generation list", "saved") else first + 1
+    chosen: object = target
+    if source == "saved":
+        target.save_pretrained(tmp_path)
+        chosen = str(tmp_path)
+    try:
+        config = DFlashConfig.from_target(chosen, tokenizer=tokenizer)
+    finally:
+        for name in ("pad_token_id", "unk_token_id"):
+            if name in vars(type(tokenizer)):
+                delattr(type(tokenizer), name)
+    assert config.mask_token_id == next_row
+
+
+def test_a_special_token_without_an_embedding_row_is_not_the_mask_token(tokenizer):
+    rows = tokenizer.convert_tokens_to_ids("<|user|>")
+    with pytest.raises(ValueError, match="Pass mask_token_id="):
+        choose_mask_token_id(tokenizer, rows)
+
+
+def test_negative_token_ids_of_a_target_mean_none():
+    config = DFlashConfig.from_target(LlamaConfig(pad_token_id=-1), mask_token_id=5)
+    assert config.pad_token_id is None

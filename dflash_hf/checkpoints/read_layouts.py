@@ -8,7 +8,14 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
-from ..model.configuration_dflash import LAYER_TYPES, MAX_LAYERS, MAX_SIZE, DFlashConfig
+from ..model.configuration_dflash import (
+    LAYER_TYPES,
+    MAX_LAYERS,
+    MAX_SIZE,
+    DFlashConfig,
+    brief,
+    describes_new_draft,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -101,8 +108,9 @@ def layout_of(raw: Mapping[str, Any]) -> str:
     kind = raw.get("speculators_model_type")
     if any("DSpark" in name for name in architectures) or kind == "dspark":
         raise ValueError(
-            f"The checkpoint is a DSpark draft (architectures={architectures}). Its slot k predicts the token after "
-            "the one that DFlash's slot k predicts, so it cannot run as DFlash. Use a DFlash draft of this target."
+            f"The checkpoint is a DSpark draft (architectures={brief(architectures)}). Its slot k predicts the token "
+            "after the one that DFlash's slot k predicts, so it cannot run as DFlash. Use a DFlash draft of this "
+            "target."
         )
     if "DFlash2DraftModel" in architectures or kind == "dflash2" or "selector_rank" in nested:
         raise ValueError(
@@ -117,18 +125,19 @@ def layout_of(raw: Mapping[str, Any]) -> str:
     if kind is not None:
         if kind != "dflash":
             raise ValueError(
-                f"speculators_model_type={kind!r} is no DFlash draft, which has 'dflash' there. Use a DFlash draft."
+                f"speculators_model_type={brief(kind)} is no DFlash draft, which has 'dflash' there. Use a DFlash "
+                "draft."
             )
         return "speculators"
     if raw.get("model_type") == "muse_glimmer_assistant":
         return "muse"
-    if raw.get("model_type") == DFlashConfig.model_type:
+    if raw.get("model_type") == DFlashConfig.model_type or describes_new_draft(raw):
         return "native"
     if nested or any("DFlash" in name for name in architectures):
         return "serving"
     raise ValueError(
-        f"This is no DFlash draft: model_type={raw.get('model_type')!r}, architectures={architectures}, and no "
-        "dflash_config. Give the folder or Hub name of a draft, not of its target."
+        f"This is no DFlash draft: model_type={brief(raw.get('model_type'))}, architectures={brief(architectures)}, "
+        "and no dflash_config. Give the folder or Hub name of a draft, not of its target."
     )
 
 
@@ -137,23 +146,27 @@ def _check_kinds(raw: Mapping[str, Any]) -> None:
     objects = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "speculators_config")
     for name in (*objects, "verifier"):
         if not isinstance(raw.get(name, None), Mapping | None):
-            raise ValueError(f"{name}={raw[name]!r} in config.json must be an object. Correct the file.")
+            raise ValueError(f"{name}={brief(raw[name])} in config.json must be an object. Correct the file.")
     lists = {"architectures": str, "layer_types": str, "target_layer_ids": int, "aux_hidden_state_layer_ids": int}
     for name, kind in lists.items():
         value = raw.get(name)
         if value is not None and not (isinstance(value, list) and all(type(item) is kind for item in value)):
-            raise ValueError(f"{name}={value!r} in config.json must be a list of {kind.__name__}. Correct the file.")
+            raise ValueError(
+                f"{name}={brief(value)} in config.json must be a list of {kind.__name__}. Correct the file."
+            )
     for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_window_layers", "sliding_window"):
         value, maximum = raw.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
         if value is not None and (type(value) is not int or not 1 <= value <= maximum):
-            raise ValueError(f"{name}={value!r} in config.json must be an int from 1 to {maximum}. Correct the file.")
+            raise ValueError(
+                f"{name}={brief(value)} in config.json must be an int from 1 to {maximum}. Correct the file."
+            )
     for name in ("model_type", "dtype", "torch_dtype"):
         if not isinstance(raw.get(name), str | None):
-            raise ValueError(f"{name}={raw[name]!r} in config.json must be a string. Correct the file.")
+            raise ValueError(f"{name}={brief(raw[name])} in config.json must be a string. Correct the file.")
     for name in ("dtype", "torch_dtype"):
         if raw.get(name) not in (None, *DTYPES):
             raise ValueError(
-                f"{name}={raw[name]!r} in config.json must be one of {', '.join(DTYPES)}. Correct the file."
+                f"{name}={brief(raw[name])} in config.json must be one of {', '.join(DTYPES)}. Correct the file."
             )
     for inner in (raw.get("transformer_layer_config"), raw.get("dflash_config"), raw.get("speculators_config")):
         if inner:
@@ -213,8 +226,10 @@ def _one_value(name: str, places: Mapping[str, Any]) -> Any:
     if not present:
         return None
     first = next(iter(present.values()))
+    if (nan := next((value for value in present.values() if value != value), None)) is not None:
+        return nan  # The configuration refuses it by name.
     if any(value != first for value in present.values()):
-        listed = " and ".join(f"{place}={value}" for place, value in present.items())
+        listed = " and ".join(f"{place}={brief(value)}" for place, value in present.items())
         raise ValueError(f"{name} differs between two places of config.json: {listed}. Make them equal.")
     return first
 
@@ -226,7 +241,7 @@ def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         rope = _one_value("rope_parameters", {f"rope_parameters[{kind!r}]": rope[kind] for kind in rope})
         if not isinstance(rope, Mapping):
             raise ValueError(
-                f"rope_parameters={rope!r} of a layer type in config.json must be an object. Correct the file."
+                f"rope_parameters={brief(rope)} of a layer type in config.json must be an object. Correct the file."
             )
     foreign = sorted(
         name
@@ -289,7 +304,7 @@ def _depth_of(raw: Mapping[str, Any], ids: list[int] | None) -> int | None:
         return depth
     if depth is not None and depth != count:
         raise ValueError(
-            f"num_target_layers={count} is neither the number of target_layer_ids={ids} nor equal to "
+            f"num_target_layers={count} is neither the number of target_layer_ids={brief(ids)} nor equal to "
             f"target_num_hidden_layers={depth}, as it must be. Correct config.json."
         )
     return count
@@ -342,8 +357,8 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     inner = raw.get("transformer_layer_config")
     if not isinstance(inner, Mapping):
         raise ValueError(
-            f"transformer_layer_config={inner!r} must be an object in a speculators config.json, because it holds the "
-            "draft's sizes. Correct the file."
+            f"transformer_layer_config={brief(inner)} must be an object in a speculators config.json, because it "
+            "holds the draft's sizes. Correct the file."
         )
     geometry = _geometry(inner)
     draft_vocab_size = raw.get("draft_vocab_size")

@@ -6,13 +6,25 @@ The file travels with every checkpoint, so that it needs transformers but not th
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -21,9 +33,70 @@ logger = logging.get_logger(__name__)
 FormatReader = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# The types of rotary angles, and the values that each of them needs.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 # Larger than in any model. The limits keep a damaged or hostile file from allocating all memory.
-MAX_SIZE, MAX_LAYERS = 2**26, 2**10
+MAX_SIZE, MAX_LAYERS, MAX_BLOCK_SIZE, MAX_ROPE_THETA = 2**26, 2**10, 2**10, 1e30
+# The smallest and the largest value of an integer field. Token ids begin at 0 and all other fields at 1.
+INTEGER_LIMITS = {
+    "num_hidden_layers": (1, MAX_LAYERS),
+    "num_target_layers": (1, MAX_LAYERS),
+    "target_num_hidden_layers": (1, MAX_LAYERS),
+    "block_size": (2, MAX_BLOCK_SIZE),
+}
+# The rule of every field that holds a real number. No rule holds for NaN.
+NUMBER_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "initializer_range": (lambda value: 0 < value <= 10, "above 0 and at most 10"),
+    "rms_norm_eps": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "attention_dropout": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    "input_embedding_scale": (lambda value: 0 < value <= MAX_SIZE, f"above 0 and at most {MAX_SIZE}"),
+}
+# Names of the number of residual streams in the configurations of targets.
+STREAM_COUNTS = ("altup_num_inputs", "hc_mult", "hc_count")
+# The values that describe a draft and no other model, by one of which a file without a model type is recognised.
+DRAFT_ONLY = {
+    "block_size",
+    "mask_token_id",
+    "num_target_layers",
+    "target_hidden_size",
+    "target_layer_ids",
+    "target_num_hidden_layers",
+}
+# Values that transformers keeps beside the fields of a configuration.
+BASE_FIELDS: dict[str, tuple[type, ...]] = {
+    "architectures": (list, NoneType),
+    "chunk_size_feed_forward": (int,),
+    "dtype": (str, torch.dtype, NoneType),
+    "id2label": (dict, NoneType),
+    "is_encoder_decoder": (bool,),
+    "label2id": (dict, NoneType),
+    "output_hidden_states": (bool, NoneType),
+    "problem_type": (str, NoneType),
+    "return_dict": (bool, NoneType),
+}
+
+
+def brief(value: Any) -> str:
+    """
+    Return the `repr` of a value for a message, truncated to some 100 characters.
+
+    Example:
+
+    ```python
+    >>> brief([1, 9, 17])
+    '[1, 9, 17]'
+    >>> len(brief(list(range(100_000)))) <= 100
+    True
+
+    ```
+    """
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:85]} … (shortened)"
 
 
 def default_target_layer_ids(target_num_hidden_layers: int, num_target_layers: int) -> list[int]:
@@ -83,14 +156,14 @@ def check_target_layer_ids(target_layer_ids: list[int], target_num_hidden_layers
     ids, depth = target_layer_ids, target_num_hidden_layers
     if max(ids) >= depth:
         raise ValueError(
-            f"target_layer_ids={ids} must be integers from 0 to {depth - 1}, because the target has "
+            f"target_layer_ids={brief(ids)} must be integers from 0 to {depth - 1}, because the target has "
             f"target_num_hidden_layers={depth}. Choose other layers."
         )
     if depth - 1 in ids:
         raise ValueError(
-            f"target_layer_ids={ids} contains the last layer, {depth - 1}. transformers returns its state after the "
-            "final norm and serving engines return it before, so that a draft trained with one would be rarely "
-            "accepted with the other. Choose an earlier layer."
+            f"target_layer_ids={brief(ids)} contains the last layer, {depth - 1}. transformers returns its state "
+            "after the final norm and serving engines return it before, so that a draft trained with one would be "
+            "rarely accepted with the other. Choose an earlier layer."
         )
 
 
@@ -101,7 +174,7 @@ def choose_mask_token_id(
     Choose the token whose embedding fills the slots to be drafted.
 
     The first choice is the tokenizer's mask token, the second an embedding row that no token uses, and the third the
-    first special token other than pad, eos and bos.
+    first special token other than pad, eos, bos and unk.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
@@ -109,7 +182,8 @@ def choose_mask_token_id(
         num_embeddings (`int`):
             The number of rows of the target's embedding matrix, padding included.
         excluded_token_ids (`set[int]`, *optional*):
-            Further ids that must not be chosen, for example the eos ids of a generation configuration.
+            Further ids that must not be chosen, for example the eos ids of a generation configuration or the image
+            token of a multimodal target.
 
     Returns:
         `tuple[int, str]`: the id, and a phrase that says why it was chosen.
@@ -117,19 +191,24 @@ def choose_mask_token_id(
     Raises:
         ValueError: No token is suitable. The message says to pass `mask_token_id`.
     """
-    excluded = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *(excluded_token_ids or ())}
+    names = ("pad_token_id", "eos_token_id", "bos_token_id", "unk_token_id")
+    excluded = {*(getattr(tokenizer, name, None) for name in names), *(excluded_token_ids or ())}
+
+    def is_free(token_id: int) -> bool:
+        return token_id not in excluded and token_id < num_embeddings
+
     mask_token_id = getattr(tokenizer, "mask_token_id", None)
-    if mask_token_id is not None and mask_token_id not in excluded and mask_token_id < num_embeddings:
+    if mask_token_id is not None and is_free(mask_token_id):
         return mask_token_id, "the tokenizer's mask token"
-    first_unused_row = max(tokenizer.get_vocab().values()) + 1
-    if first_unused_row < num_embeddings:
-        return first_unused_row, "the first embedding row that no token uses"
+    unused_rows = range(max(tokenizer.get_vocab().values()) + 1, num_embeddings)
+    if (unused_row := next(filter(is_free, unused_rows), None)) is not None:
+        return unused_row, "the first embedding row that no token uses"
     for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
-        if token.special and token_id not in excluded:
+        if token.special and is_free(token_id):
             return token_id, f"the special token {token.content!r}"
     raise ValueError(
-        f"The tokenizer {tokenizer.name_or_path!r} offers no mask token: it defines none, its vocabulary fills all "
-        f"{num_embeddings} embedding rows, and every special token is pad, eos or bos. "
+        f"The tokenizer {tokenizer.name_or_path!r} offers no mask token: it defines none, each of the "
+        f"{num_embeddings} embedding rows belongs to a token, and every special token has another use. "
         "Pass mask_token_id= with the id of a token that never occurs in text."
     )
 
@@ -242,7 +321,7 @@ class DFlashConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._check_types()
+        self._check_types(kwargs)
         self.rope_parameters = self._merge_rope(self.rope_parameters, kwargs)
         if self.target_layer_ids is None:
             if self.target_num_hidden_layers is None:
@@ -279,7 +358,8 @@ class DFlashConfig(PreTrainedConfig):
     @classmethod
     def field_names(cls) -> set[str]:
         """Return the fields of a draft's configuration that a caller may set."""
-        return {*cls.__dataclass_fields__, "rope_theta"} - PreTrainedConfig.__dataclass_fields__.keys()
+        names = {field.name for field in dataclasses.fields(cls)} | {"rope_theta"}
+        return names - PreTrainedConfig.__dataclass_fields__.keys()
 
     @property
     def rope_theta(self) -> float:
@@ -309,21 +389,55 @@ class DFlashConfig(PreTrainedConfig):
         return super().from_dict(cls._translated(config_dict, kwargs), **kwargs)
 
     @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
+        """Make a configuration from a JSON file: that of a saved draft, or the fields of a new one."""
+        with open(json_file, encoding="utf-8") as file:
+            values = json.load(file)
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{str(json_file)!r} must hold a JSON object with the fields of a draft, not {brief(values)}. Correct "
+                "the file."
+            )
+        return cls.from_dict(values)
+
+    @classmethod
     def _translated(cls, raw: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Translate the values of a file. Fields move from `kwargs` to the reader, which checks the two together."""
-        if cls._format_reader is None or not raw:
+        is_new = describes_new_draft(raw)
+        if not raw or (cls._format_reader is None and not is_new):
             return raw
         given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
-        return {**cls._format_reader(raw, given), "model_type": cls.model_type}
+        if is_new:
+            check_field_names(raw)
+            return {**raw, **given, "model_type": cls.model_type}
+        reader: Any = cls._format_reader
+        return {**reader(raw, given), "model_type": cls.model_type}
+
+    @classmethod
+    def _fields_of(cls, config: Any, hub: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that the configuration of a draft sets, which is a file, a folder, values or an object."""
+        if isinstance(config, (str, os.PathLike)):
+            config, _ = PreTrainedConfig.get_config_dict(config, **hub)
+        if isinstance(config, Mapping):
+            config = cls._translated(dict(config), {})
+        elif isinstance(config, DFlashConfig):
+            config = config.to_dict()
+        else:
+            raise TypeError(
+                f"config={brief(config)} must be a file, a folder, a Hub name, a dictionary or a DFlashConfig. Pass "
+                "one of them."
+            )
+        return {name: config[name] for name in cls.field_names() & config.keys() if config[name] is not None}
 
     @classmethod
     def from_target(
         cls,
         target: str | PreTrainedConfig | PreTrainedModel,
         *,
-        num_hidden_layers: int = 5,
-        num_target_layers: int = 5,
-        block_size: int = 16,
+        config: str | os.PathLike[str] | Mapping[str, Any] | DFlashConfig | None = None,
+        num_hidden_layers: int | None = None,
+        num_target_layers: int | None = None,
+        block_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         mask_token_id: int | None = None,
         target_revision: str | None = None,
@@ -335,16 +449,23 @@ class DFlashConfig(PreTrainedConfig):
         """
         Derive a configuration from a target and log the choices.
 
+        Values that differ between the layers of the target are taken from its last layer with full attention, or with
+        sliding attention if all layers of the draft are of that type. The MLP is at least as wide as the experts that
+        a token activates.
+
         Args:
             target (`str`, `PreTrainedConfig` or `PreTrainedModel`):
                 Hub name or folder, the live target or its configuration. Of a multimodal target the text
                 configuration is used.
-            num_hidden_layers (`int`, defaults to 5):
+            config (`str`, `dict` or `DFlashConfig`, *optional*):
+                Fields of the draft: a JSON file, a folder or Hub name with a config.json, a dictionary or another
+                draft's configuration. Missing fields are derived, and the arguments below take precedence.
+            num_hidden_layers (`int`, *optional*, defaults to 5):
                 The number of draft layers.
-            num_target_layers (`int`, defaults to 5):
+            num_target_layers (`int`, *optional*, defaults to 5):
                 The number of target layers to read, fewer if the target is shallower. `target_layer_ids=` overrides
                 it.
-            block_size (`int`, defaults to 16):
+            block_size (`int`, *optional*, defaults to 16):
                 The number of slots in a block, the anchor included.
             tokenizer (`PreTrainedTokenizerBase`, *optional*):
                 The target's tokenizer, from which the mask token is chosen. By default the target's name gives it.
@@ -359,7 +480,8 @@ class DFlashConfig(PreTrainedConfig):
             `DFlashConfig`
 
         Raises:
-            ValueError: The target has no text decoder, or no mask token can be chosen.
+            ValueError: The target has no text decoder or several residual streams, a field contradicts the target or
+                cannot be derived from it, or no mask token can be chosen.
         """
         hub = {"revision": target_revision, "token": token, "cache_dir": cache_dir}
         hub["local_files_only"] = local_files_only
@@ -368,49 +490,63 @@ class DFlashConfig(PreTrainedConfig):
             target_config = AutoConfig.from_pretrained(target, **hub)
         else:
             target_config = target if isinstance(target, PreTrainedConfig) else target.config
+        name = describe_target(target)
         text = target_config.get_text_config(decoder=True)
-        for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-            if getattr(text, field, None) is None:
-                raise ValueError(
-                    f"The target {describe_target(target)} has no `{field}` in its text configuration "
-                    f"({type(text).__name__}). DFlash needs a decoder-only language model. Use one as the target."
-                )
-        if getattr(target_config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"The target {describe_target(target)} is an encoder-decoder model. DFlash needs a decoder-only "
-                "language model. Use one as the target."
-            )
+        _refuse_unsuitable_target(name, target_config, text)
 
-        depth, heads = text.num_hidden_layers, text.num_attention_heads
+        arguments = {
+            "num_hidden_layers": num_hidden_layers,
+            "num_target_layers": num_target_layers,
+            "block_size": block_size,
+            "mask_token_id": mask_token_id,
+            "target_revision": target_revision,
+            **overrides,
+        }
+        given = {} if config is None else cls._fields_of(config, {**hub, "revision": None})
+        if any(arguments.get(rope) is not None for rope in ("rope_theta", "rope_parameters")):
+            given = {field: value for field, value in given.items() if not field.startswith("rope_")}
+        if arguments["num_target_layers"] is not None and arguments.get("target_layer_ids") is None:
+            given.pop("target_layer_ids", None)
+        elif arguments.get("target_layer_ids") is not None:
+            given.pop("num_target_layers", None)
+        given |= {field: value for field, value in arguments.items() if value is not None}
+
         embedding: Any = None if model is None else model.get_input_embeddings()
-        num_embeddings = text.vocab_size if embedding is None else embedding.weight.shape[0]
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        values: dict[str, Any] = {
+        num_embeddings = (None if embedding is None else num_embedding_rows(embedding)) or text.vocab_size
+        depth = text.num_hidden_layers
+        facts = {
             "vocab_size": num_embeddings,
             "hidden_size": text.hidden_size,
-            "intermediate_size": getattr(text, "intermediate_size", None) or 3 * text.hidden_size,
-            "num_hidden_layers": num_hidden_layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads if heads % kv_heads == 0 else heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-            "max_position_embeddings": getattr(text, "max_position_embeddings", cls.max_position_embeddings),
-            "rope_theta": _rope_theta_of(text, cls.default_theta),
-            "block_size": block_size,
             "target_hidden_size": text.hidden_size,
             "target_num_hidden_layers": depth,
-            "target_name_or_path": target if isinstance(target, str) else (target_config.name_or_path or None),
-            "target_revision": target_revision,
-            "bos_token_id": getattr(text, "bos_token_id", None),
-            "eos_token_id": getattr(text, "eos_token_id", None),
-            "pad_token_id": getattr(text, "pad_token_id", None),
         }
-        if "rope_parameters" in overrides:
-            del values["rope_theta"]
-        if "target_layer_ids" not in overrides:
-            values["target_layer_ids"] = default_target_layer_ids(depth, min(num_target_layers, max(depth - 1, 1)))
+        for field, fact in facts.items():
+            if given.get(field, fact) != fact:
+                raise ValueError(
+                    f"{field}={brief(given[field])} contradicts the target {name}, where it is {fact}. Leave {field} "
+                    "out, or pass another target."
+                )
+        values: dict[str, Any] = {
+            **facts,
+            "max_position_embeddings": cls.max_position_embeddings,
+            "num_hidden_layers": 5,
+            "block_size": 16,
+            "target_name_or_path": target if isinstance(target, str) else (target_config.name_or_path or None),
+        }
+        positions = getattr(text, "max_position_embeddings", None)
+        if isinstance(positions, int) and positions > 0:  # XLNet has -1 there.
+            values["max_position_embeddings"] = min(positions, MAX_SIZE)
+        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            token_id = getattr(text, field, None)
+            values[field] = None if isinstance(token_id, int) and token_id < 0 else token_id  # -1 means none.
+        if given.get("target_layer_ids") is None:
+            count = given.pop("num_target_layers", None) or 5
+            values["target_layer_ids"] = default_target_layer_ids(depth, min(count, max(depth - 1, 1)))
+        values |= _TargetGeometry(name, text, given.get("layer_types")).values(given, cls.default_theta)
+        values |= given
 
         reason = "given"
-        if mask_token_id is None:
+        if "mask_token_id" not in values:
             if tokenizer is None:
                 if not values["target_name_or_path"]:
                     raise ValueError(
@@ -418,20 +554,23 @@ class DFlashConfig(PreTrainedConfig):
                         "Pass tokenizer= or mask_token_id=."
                     )
                 tokenizer = AutoTokenizer.from_pretrained(values["target_name_or_path"], **hub)
-            excluded = set(_token_ids(text))
-            if model is not None and model.generation_config is not None:
-                excluded |= set(_token_ids(model.generation_config))
-            mask_token_id, reason = choose_mask_token_id(tokenizer, num_embeddings, excluded)
-        config = cls(**{**values, "mask_token_id": mask_token_id, **overrides})
+            excluded = {*_token_ids(target_config), *_token_ids(text)}
+            excluded |= set(_token_ids(_generation_config(model, values["target_name_or_path"], hub)))
+            values["mask_token_id"], reason = choose_mask_token_id(tokenizer, num_embeddings, excluded)
+        draft_config = cls(**values)
         logger.warning_advice(
-            f"DFlashConfig for {describe_target(target)}: {config.num_hidden_layers} draft layers, block "
-            f"{config.block_size}, target layers {config.target_layer_ids} of {depth}, "
-            f"mask token {config.mask_token_id} ({reason})."
+            f"DFlashConfig for {name}: {draft_config.num_hidden_layers} draft layers, block "
+            f"{draft_config.block_size}, target layers {draft_config.target_layer_ids} of {depth}, "
+            f"mask token {draft_config.mask_token_id} ({reason})."
         )
-        return config
+        return draft_config
 
-    def _check_types(self) -> None:
-        """Raise a `ValueError` for a value of a wrong type, before transformers raises a class of its own."""
+    def _check_types(self, others: Mapping[str, Any]) -> None:
+        """
+        Raise a `ValueError` for a value of a wrong type or size, before transformers raises a class of its own.
+
+        `others` are the values of a file that are no fields. They become attributes and must not hide a method.
+        """
         for name, hint in inspect.get_annotations(DFlashConfig, eval_str=True).items():
             if get_origin(hint) is ClassVar:
                 continue
@@ -440,55 +579,87 @@ class DFlashConfig(PreTrainedConfig):
                 value = list(value)
                 setattr(self, name, value)
             kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
+            if name in NUMBER_RULES:
+                holds, rule = NUMBER_RULES[name]
+                if value is None and NoneType in kinds:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
+                    raise ValueError(f"{name}={brief(value)} must be a number {rule}. Change the value.")
+                continue
             if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
                 names = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
-                raise ValueError(f"{name}={value!r} must be {names}. Change the value.")
-            if int in kinds and float not in kinds and not isinstance(value, bool):
-                minimum = 0 if name.endswith("_token_id") else 1
-                maximum = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-                if isinstance(value, int) and not minimum <= value <= maximum:
-                    rule = f"at least {minimum}" if value < minimum else f"at most {maximum}"
-                    raise ValueError(f"{name}={value!r} must be {rule}. Change the value.")
+                raise ValueError(f"{name}={brief(value)} must be {names}. Change the value.")
+            if int in kinds:
+                for number in value if isinstance(value, list) else [value]:
+                    self._check_integer(name, value, number)
+        for name, types in BASE_FIELDS.items():
+            if not isinstance(getattr(self, name, None), types):
+                names = " or ".join("None" if kind is NoneType else kind.__name__ for kind in types)
+                raise ValueError(f"{name}={brief(getattr(self, name))} must be {names}. Change the value.")
+        if not all(isinstance(name, str) for name in self.architectures or []):
+            raise ValueError(f"architectures={brief(self.architectures)} must be a list of str. Change the value.")
+        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(
+                f"dtype={brief(self.dtype)} must be a dtype of torch, such as 'bfloat16'. Change the value."
+            )
+        for name in others:
+            known = getattr(type(self), name, None)
+            if callable(known) or name in ("attribute_map", "per_layer_config", "quantization_config"):
+                raise ValueError(
+                    f"{brief(name)} is a value of the configuration, but a draft's configuration cannot hold one of "
+                    "this name. Remove it."
+                )
+
+    @staticmethod
+    def _check_integer(name: str, value: Any, number: Any) -> None:
+        """Raise a `ValueError` for an integer, alone or in a list of token ids, that is out of range."""
+        if number is None or (isinstance(number, bool) and not isinstance(value, list)):
+            return
+        minimum, maximum = INTEGER_LIMITS.get(name, (0 if name.endswith("_token_id") else 1, MAX_SIZE))
+        if type(number) is not int or not minimum <= number <= maximum:
+            rule = f"from {minimum} to {maximum}" if type(number) is not int else f"at least {minimum}"
+            if type(number) is int and number > maximum:
+                rule = f"at most {maximum}"
+            raise ValueError(f"{name}={brief(value)} must be {rule}. Change the value.")
 
     def _merge_rope(self, rope_parameters: dict[str, Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Put `rope_theta` into `rope_parameters`, and refuse two values that differ."""
-        rope = dict(rope_parameters or kwargs.pop("rope_scaling", None) or {})
-        kwargs.pop("rope_scaling", None)
+        """Put `rope_theta` into `rope_parameters`, refuse two values that differ, and check all of them."""
+        scaling = kwargs.pop("rope_scaling", None)
+        if not isinstance(scaling, dict | None):
+            raise ValueError(f"rope_scaling={brief(scaling)} must be dict or None. Change the value.")
+        rope = dict(rope_parameters or scaling or {})
         theta = kwargs.pop("rope_theta", None)
-        if theta is not None and rope.setdefault("rope_theta", theta) != theta:
+        if theta is not None and rope.setdefault("rope_theta", theta) != theta and theta == theta:
             raise ValueError(
-                f"rope_theta={theta} and rope_parameters['rope_theta']={rope['rope_theta']} differ, but both are the "
-                "base of the rotary angles. Pass one of them."
+                f"rope_theta={brief(theta)} and rope_parameters['rope_theta']={brief(rope['rope_theta'])} differ, but "
+                "both are the base of the rotary angles. Pass one of them."
             )
         factor = kwargs.pop("partial_rotary_factor", None) or rope.get("partial_rotary_factor")
         if factor not in (None, 1, 1.0):
             raise ValueError(
-                f"partial_rotary_factor={factor} is not supported, because the draft rotates whole heads. Remove it."
+                f"partial_rotary_factor={brief(factor)} is not supported, because the draft rotates whole heads. "
+                "Remove it."
             )
         rope.pop("partial_rotary_factor", None)
-        rope.setdefault("rope_theta", self.default_theta)
+        if rope.get("rope_theta") is None:
+            rope["rope_theta"] = self.default_theta
         rope.setdefault("rope_type", rope.pop("type", "default"))
-        if rope["rope_type"] not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_parameters['rope_type']={rope['rope_type']!r} must be one of {ROPE_TYPES}. Choose one of them."
-            )
-        for name, value in rope.items():
-            numbers = value if isinstance(value, list) and name != "rope_theta" else [value]
-            if name != "rope_type" and not all(isinstance(number, int | float | None) for number in numbers):
-                raise ValueError(
-                    f"rope_parameters[{name!r}]={value!r} must be a number or a list of numbers. Change the value."
-                )
-        if not (rope["rope_theta"] or 0) > 0:
-            raise ValueError(f"rope_theta={rope['rope_theta']} must be positive. Change the value.")
+        _check_rope(rope)
         return rope
 
     def _check_values(self) -> None:
         """Raise a `ValueError` for values that are out of range or contradict each other."""
         ids, depth = self.target_layer_ids or [], self.target_num_hidden_layers
         layer_types = self.layer_types or []
-        if self.block_size < 2:
+        if self.hidden_act not in ACT2FN:
             raise ValueError(
-                f"block_size={self.block_size} must be at least 2, for the anchor and one slot to draft. Increase it."
+                f"hidden_act={brief(self.hidden_act)} is no activation of transformers, such as 'silu' or 'gelu'. "
+                "Change the value."
+            )
+        if self.num_attention_heads * self.head_dim > MAX_SIZE:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} times head_dim={self.head_dim} must be at most "
+                f"{MAX_SIZE}. Reduce one of them."
             )
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(
@@ -506,17 +677,17 @@ class DFlashConfig(PreTrainedConfig):
             )
         if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
             raise ValueError(
-                f"target_layer_ids={ids} must be a list of integers, the layers of the target counted from 0. Change "
-                "the value."
+                f"target_layer_ids={brief(ids)} must be a list of integers, the layers of the target counted from 0. "
+                "Change the value."
             )
         if depth is not None:
             check_target_layer_ids(ids, depth)
         if len(set(ids)) != len(ids):
-            raise ValueError(f"target_layer_ids={ids} must be distinct. Remove the repeated ids.")
+            raise ValueError(f"target_layer_ids={brief(ids)} must be distinct. Remove the repeated ids.")
         if self.num_target_layers != len(ids):
             raise ValueError(
-                f"num_target_layers={self.num_target_layers} must equal the number of target_layer_ids={ids}. Leave "
-                "num_target_layers out."
+                f"num_target_layers={self.num_target_layers} must equal the number of target_layer_ids={brief(ids)}. "
+                "Leave num_target_layers out."
             )
         if self.target_hidden_size != self.hidden_size:
             raise ValueError(
@@ -525,14 +696,14 @@ class DFlashConfig(PreTrainedConfig):
             )
         if len(layer_types) != self.num_hidden_layers or any(kind not in LAYER_TYPES for kind in layer_types):
             raise ValueError(
-                f"layer_types={layer_types} must hold one of {LAYER_TYPES} for each of the "
+                f"layer_types={brief(layer_types)} must hold one of {LAYER_TYPES} for each of the "
                 f"num_hidden_layers={self.num_hidden_layers} layers. Change one of them."
             )
         for name, checksum in (self.target_tensor_checksums or {}).items():
             if not isinstance(checksum, str) or not re.fullmatch(r"b?float\d+ \d+x\d+ [0-9a-f]{64}", checksum):
                 raise ValueError(
-                    f"target_tensor_checksums[{name!r}]={checksum!r} must be dtype, shape and SHA-256, as in "
-                    "'bfloat16 49152x576 <64 hex digits>'. Use the configuration as it was saved."
+                    f"target_tensor_checksums[{brief(name)}]={brief(checksum)} must be dtype, shape and SHA-256, as "
+                    "in 'bfloat16 49152x576 <64 hex digits>'. Use the configuration as it was saved."
                 )
         if "sliding_attention" in layer_types and (self.sliding_window or 0) < self.block_size:
             raise ValueError(
@@ -549,22 +720,258 @@ def describe_target(target: str | PreTrainedConfig | PreTrainedModel | None) -> 
     return repr(config.name_or_path) if config.name_or_path else type(target).__name__
 
 
-def _rope_theta_of(text_config: PreTrainedConfig, default: float) -> float:
-    """Find the base of the rotary angles of a target's full-attention layers."""
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope) or {}
-    return rope.get("rope_theta", getattr(text_config, "rope_theta", None)) or default
+def describes_new_draft(raw: Mapping[str, Any]) -> bool:
+    """
+    Tell whether the values of a file are fields of a draft and not the config.json of a saved model.
+
+    Such a file names no model type, no class and no other producer, but at least one value that only drafts have.
+
+    Args:
+        raw (`Mapping`): The unchanged values of the file.
+    """
+    of_a_model = {"architectures", "dflash_config", "model_type", "speculators_model_type"}
+    return all(raw.get(name) is None for name in of_a_model) and not DRAFT_ONLY.isdisjoint(raw)
 
 
-def _token_ids(config: Any) -> list[int]:
-    """Return the pad, eos and bos ids of a model or generation configuration."""
-    values = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
-    return [
-        token_id
-        for value in values
-        if value is not None
-        for token_id in (value if isinstance(value, list) else [value])
-    ]
+def check_field_names(values: Mapping[str, Any]) -> None:
+    """
+    Refuse values that are no fields of a draft's configuration.
+
+    Args:
+        values (`Mapping`): The fields that a file or a caller sets.
+
+    Raises:
+        ValueError: A field is unknown. The message names it.
+    """
+    others = {*BASE_FIELDS, "_name_or_path", "attn_implementation", "model_type", "rope_scaling", "torch_dtype"}
+    unknown = sorted(map(str, values.keys() - DFlashConfig.field_names() - others - {"transformers_version"}))
+    if unknown:
+        raise ValueError(
+            f"{brief(unknown)[1:-1]} is no field of a draft's configuration. Correct the name, or remove it. The "
+            "fields are those of DFlashConfig."
+        )
+
+
+def num_embedding_rows(embedding: Any) -> int | None:
+    """
+    Return the number of rows of an embedding, padding included, or `None` where the module does not tell it.
+
+    Args:
+        embedding (`nn.Module`): The input embedding of a target, whose weight may be packed or in another module.
+    """
+    rows = getattr(embedding, "num_embeddings", None)
+    if not isinstance(rows, int):
+        weight = getattr(embedding, "weight", None)
+        rows = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
+    return rows
+
+
+def residual_streams(text_config: PreTrainedConfig) -> str | None:
+    """
+    Return name and number of the residual streams of a target with several of them, and `None` for any other target.
+
+    Args:
+        text_config (`PreTrainedConfig`): The target's text configuration.
+    """
+    for name in STREAM_COUNTS:
+        count = getattr(text_config, name, None)
+        if isinstance(count, int) and count > 1:
+            return f"{name}={count}"
+    return None
+
+
+def _refuse_unsuitable_target(name: str, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Raise a `ValueError` for a target for which no draft can be made."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"The target {name} is an encoder-decoder model. DFlash needs a decoder-only language model. Use one as "
+            "the target."
+        )
+    for field in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        if not isinstance(getattr(text, field, None), int):
+            raise ValueError(
+                f"The target {name} has no `{field}` in its text configuration ({type(text).__name__}). DFlash needs "
+                "a decoder-only language model. Use one as the target."
+            )
+    if streams := residual_streams(text):
+        raise ValueError(
+            f"The target {name} has several residual streams ({streams}), so that its layers have no single hidden "
+            "state that a draft could read. Use a target with one stream."
+        )
+
+
+class _TargetGeometry:
+    """
+    The sizes of a draft that resemble those of a target, some of which differ between layers in some families.
+
+    Args:
+        name (`str`): The target's name in messages.
+        text (`PreTrainedConfig`): The target's text configuration.
+        draft_layer_types (`list[str]`, *optional*): The layer types of the draft.
+    """
+
+    def __init__(self, name: str, text: PreTrainedConfig, draft_layer_types: Any) -> None:
+        self.name, self.text, self.depth = name, text, text.num_hidden_layers
+        kinds = getattr(text, "layer_types", None)
+        self.kinds = list(kinds) if isinstance(kinds, (list, tuple)) and len(kinds) == self.depth else []
+        is_sliding = isinstance(draft_layer_types, list) and {*map(str, draft_layer_types)} == {"sliding_attention"}
+        wanted = "sliding_attention" if is_sliding else "full_attention"
+        alike = [index for index, kind in enumerate(self.kinds) if kind == wanted]
+        others = [index for index, kind in enumerate(self.kinds) if not re.search("sliding|linear", str(kind))]
+        self.reference = max(alike or others, default=max(self.depth - 1, 0))
+
+    def values(self, given: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+        """Return the fields that are derived from the target and are not given."""
+        hidden_size = self.text.hidden_size
+        heads = given.get("num_attention_heads") or self._one("num_attention_heads")
+        if heads is None:
+            raise ValueError(
+                f"The target {self.name} has no `num_attention_heads` in its text configuration "
+                f"({type(self.text).__name__}). Pass num_attention_heads= for the draft."
+            )
+        values: dict[str, Any] = {"num_attention_heads": heads}
+        if "num_key_value_heads" not in given:
+            kv_heads = self._one("num_key_value_heads") or heads
+            values["num_key_value_heads"] = kv_heads if isinstance(heads, int) and heads % kv_heads == 0 else heads
+        if "head_dim" not in given and isinstance(heads, int) and heads > 0:
+            head_dim = self._one("head_dim") or max(hidden_size // heads, 1)
+            values["head_dim"] = head_dim + head_dim % 2  # Rotary angles apply to pairs.
+        if "intermediate_size" not in given:
+            values["intermediate_size"] = self._mlp_width()
+        if not {"rope_theta", "rope_parameters"} & given.keys():
+            values["rope_theta"] = self._rope_theta(default_theta)
+        return values
+
+    def _at(self, layer: int, name: str) -> Any:
+        """Return a value of one layer, which may be in a configuration of its own, in a list or under its type."""
+        is_heterogeneous = getattr(self.text, "is_heterogeneous", False)
+        config = self.text.per_layer_config[layer] if is_heterogeneous else self.text
+        value = getattr(config, name, None)
+        if value is None and name not in ("head_dim", "num_attention_heads", "num_key_value_heads"):
+            value = getattr(getattr(config, "ffn_config", None), name, None)  # DBRX
+        if isinstance(value, Mapping) and self.kinds:
+            value = value.get(self.kinds[layer], value)
+        return value[layer] if isinstance(value, (list, tuple)) and len(value) == self.depth else value
+
+    def _one(self, name: str) -> int | None:
+        """Return the value of the layer that the draft resembles, or `None` if the target does not define one."""
+        value = self._at(self.reference, name)
+        if value in (None, 0):
+            return None
+        if type(value) is not int or value < 0:
+            raise ValueError(
+                f"The target {self.name} has {name}={brief(value)}, from which no value for the draft can be chosen. "
+                f"Pass {name}= for the draft."
+            )
+        return value
+
+    def _largest(self, *names: str) -> int:
+        """Return the largest value of any layer under the first name that the target defines, or 0."""
+        for name in names:
+            found = {brief(value): value for value in (self._at(layer, name) for layer in range(self.depth))}
+            numbers = [
+                number
+                for value in found.values()
+                for number in (value if isinstance(value, (list, tuple)) else [value])
+                if type(number) is int and number > 0
+            ]
+            if numbers:
+                return max(numbers)
+        return 0
+
+    def _mlp_width(self) -> int:
+        """Return the width of a dense layer or of all experts that a token activates, whichever is larger."""
+        dense = self._largest("intermediate_size")
+        width = dense
+        is_mixture = getattr(self.text, "is_moe", True) and getattr(self.text, "enable_moe_block", True)
+        count = self._largest("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+        if is_mixture and count:
+            expert = self._largest("moe_intermediate_size", "ffn_hidden_size") or dense
+            shared = self._largest(
+                "shared_expert_intermediate_size",
+                "moe_shared_expert_intermediate_size",
+                "shared_experts_intermediate_size",
+                "shared_intermediate_size",
+            ) or expert * self._largest("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+            width = max(dense, count * expert + shared)
+        width = width or 3 * self.text.hidden_size
+        if width < self.text.hidden_size:
+            logger.warning(
+                f"The MLP of the target {self.name} is {width} wide, less than its hidden_size="
+                f"{self.text.hidden_size}, which the draft uses as its intermediate_size. Pass intermediate_size= for "
+                "another width."
+            )
+        return max(width, self.text.hidden_size)
+
+    def _rope_theta(self, default: float) -> float:
+        """Return the base of the rotary angles of the layer that the draft resembles."""
+        rope: Any = getattr(self.text, "rope_parameters", None) or {}
+        by_type = [values for values in rope.values() if isinstance(values, Mapping)]
+        if by_type:
+            kind = self.kinds[self.reference] if self.kinds else "full_attention"
+            rope = rope.get(kind, rope.get("full_attention", by_type[0])) or {}  # Layers without positions have None.
+        for theta in (rope.get("rope_theta"), self._at(self.reference, "rope_theta")):
+            if isinstance(theta, (int, float)) and not isinstance(theta, bool) and 1 < theta <= MAX_ROPE_THETA:
+                return theta
+        return default
+
+
+def _check_rope(rope: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for values of the rotary angles that are missing, of a wrong type or out of range."""
+    kind = rope["rope_type"]
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise ValueError(
+            f"rope_parameters['rope_type']={brief(kind)} must be one of {tuple(ROPE_TYPES)}. Choose one of them."
+        )
+    theta = rope["rope_theta"]
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 < theta <= MAX_ROPE_THETA:
+        raise ValueError(
+            f"rope_theta={brief(theta)} must be positive, above 1 and at most {MAX_ROPE_THETA:g}. Change the value."
+        )
+    for name in ROPE_TYPES[kind]:
+        if rope.get(name) is None:
+            raise ValueError(f"rope_parameters has no {name!r}, which rope_type={kind!r} needs. Add it.")
+    for name, value in rope.items():
+        if name in ("rope_type", "rope_theta") or value is None or (name == "truncate" and isinstance(value, bool)):
+            continue
+        numbers = value if isinstance(value, list) else [value]
+        if not numbers or any(isinstance(number, bool) or not isinstance(number, (int, float)) for number in numbers):
+            raise ValueError(
+                f"rope_parameters[{brief(name)}]={brief(value)} must be a number or a list of numbers. Change the "
+                "value."
+            )
+        least = 0 if name.startswith("mscale") else 1e-6
+        if not all(least <= number <= MAX_ROPE_THETA for number in numbers):
+            raise ValueError(
+                f"rope_parameters[{brief(name)}]={brief(value)} must be from {least:g} to {MAX_ROPE_THETA:g}. Change "
+                "the value."
+            )
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError(
+            f"rope_parameters['low_freq_factor']={brief(rope['low_freq_factor'])} must be below "
+            f"'high_freq_factor'={brief(rope['high_freq_factor'])}. Change one of them."
+        )
+
+
+def _generation_config(model: Any, name_or_path: str | None, hub: Mapping[str, Any]) -> Any:
+    """Return the generation configuration of a live target or of one given by name, or `None` without one."""
+    if model is not None:
+        return model.generation_config
+    try:
+        return GenerationConfig.from_pretrained(str(name_or_path), **hub) if name_or_path else None
+    except OSError:  # Many targets have no such file.
+        return None
+
+
+def _token_ids(config: Any) -> Iterator[int]:
+    """Yield the ids of tokens with a use of their own that a model or generation configuration names."""
+    for name, value in vars(config or object).items():
+        if re.search(r"_token_(id|ids|index)$", name) and name != "mask_token_id":
+            yield from (
+                token_id
+                for token_id in (value if isinstance(value, (list, tuple)) else [value])
+                if type(token_id) is int
+            )
 
 
 __all__ = ["DFlashConfig"]

@@ -1122,7 +1122,12 @@ def weights_error(name_or_path: Any, problems: Mapping[str, Any]) -> ValueError:
     Returns:
         `ValueError`: the error, which the caller raises.
     """
-    listed = "; ".join(f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in problems.items() if names)
+
+    def first(names: Any) -> str:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(sorted(map(str, names))[:3]) + more
+
+    listed = "; ".join(f"{kind}: {first(names)}" for kind, names in problems.items() if names)
     return ValueError(
         f"The weights in {str(name_or_path)!r} are not those of a DFlash draft of its configuration ({listed}). Every "
         "tensor must be in the file and none is initialised at random. Use the right file."
