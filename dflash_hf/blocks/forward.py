@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 
-from ..model.modeling_dflash import DFlashDraftModel
+from ..model.modeling_dflash import DFlashDraftModel, module_tensor
 from .attention import training_masks
 from .batch import TokenBatch
 from .head_losses import chunked_head_losses
@@ -124,7 +124,8 @@ def block_losses(
     head = draft.get_output_embeddings()
     # accelerate (seen with 1.15) may have offloaded the weight of the head; inside this context it is loaded
     with align_module_device(head):
-        device = head.weight.device if isinstance(head.weight, torch.Tensor) else labels.device
+        tensor = module_tensor(head)
+        device = labels.device if tensor is None else tensor.device
         losses = chunked_head_losses(
             head,
             hidden_states[supervised].to(device),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..model.modeling_dflash import cast_for
 from .losses import CROSS_ENTROPY, LossTerms, slot_loss
 
 # Slots and vocabulary entries whose logits exist at one time. On a CPU such a tile fits the caches, where passes over
@@ -151,7 +152,7 @@ def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
     It is not if it has a bias or another class than `nn.Linear` (quantised, adapted, sharded by FSDP2), if its weight
     is split over ranks, or if accelerate's hooks load its weight only for a forward pass.
     """
-    weight: Any = head.weight
+    weight: Any = getattr(head, "weight", None)
     return (
         type(head) is nn.Linear
         and head.bias is None
@@ -209,10 +210,7 @@ def chunked_head_losses(
         return HeadLosses(terms.ce_weight * cross_entropy, cross_entropy.detach(), is_correct)
 
     def chunk_losses(chunk: torch.Tensor, slots: slice) -> HeadLosses:
-        weight = head.weight
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # a quantised head converts by itself
-            chunk = chunk.to(weight.dtype)
-        logits = head(chunk).float()
+        logits = head(cast_for(head, chunk)).float()
         cross_entropy = functional.cross_entropy(logits, labels[slots], reduction="none")
         target_logits = None
         if terms.needs_target_logits and target_states is not None and compute_target_logits is not None:

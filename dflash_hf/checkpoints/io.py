@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..files import replace_folder
-from ..model.configuration_dflash import DFlashConfig, describe_target
+from ..model.configuration_dflash import DFlashConfig, describe_target, num_embedding_rows
 from ..model.modeling_dflash import TARGET_LOOK_UP, DFlashBody, DFlashDraftModel, tensor_checksum, weights_error
 from . import LAYOUTS
 from .read_layouts import (
@@ -166,8 +166,7 @@ def target_facts(target: str | bool | PreTrainedModel | None, **hub_kwargs: Any)
     text = config.get_text_config(decoder=True)
     facts = {"vocab_size": text.vocab_size, "target_num_hidden_layers": text.num_hidden_layers}
     if not isinstance(target, str):
-        embedding: Any = target.get_input_embeddings()
-        facts["vocab_size"] = embedding.weight.shape[0]
+        facts["vocab_size"] = num_embedding_rows(target.get_input_embeddings()) or text.vocab_size
     return facts
 
 

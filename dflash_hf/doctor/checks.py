@@ -18,8 +18,8 @@ from ..blocks.plan import blocks_of_each_row
 from ..data.chat_template import ChatTemplateError
 from ..data.labels import read_row
 from ..data.prompt_check import check_prompt
-from ..model.configuration_dflash import DFlashConfig
-from ..model.modeling_dflash import DFlashDraftModel, embed_tokens
+from ..model.configuration_dflash import DFlashConfig, num_embedding_rows
+from ..model.modeling_dflash import DFlashDraftModel, embed_tokens, module_tensor
 from ..target.hidden_states import target_hidden_states
 from .finding import FAULT, OK, SKIPPED, WARNING, Finding
 from .forced_decoding import TargetResponses
@@ -47,8 +47,8 @@ def check_pair(
     Returns:
         [`Finding`] named "pair".
     """
-    config, embedding = draft.config, target.get_input_embeddings()
-    num_embeddings = torch.Size(getattr(embedding.weight, "shape", (0, 0)))[0]
+    config = draft.config
+    num_embeddings = num_embedding_rows(target.get_input_embeddings()) or config.vocab_size
     largest = max(tokenizer.get_vocab().values())
     measured = (
         f"width {config.hidden_size}, {num_embeddings} embedding rows, layers {config.target_layer_ids} of "
@@ -144,7 +144,9 @@ def check_mask_token(draft: DFlashDraftModel, target: PreTrainedModel, tokenizer
     measured = f"{mask} ({token!r})" if token is not None else f"{mask}, an embedding row that no token uses"
     with torch.no_grad():
         others = [value for value in (tokenizer.pad_token_id, tokenizer.eos_token_id) if value not in (None, mask)]
-        rows = embed_tokens(embedding, torch.tensor([mask, *others], device=embedding.weight.device)).float()
+        tensor = module_tensor(embedding)
+        device = target.device if tensor is None else tensor.device
+        rows = embed_tokens(embedding, torch.tensor([mask, *others], device=device)).float()
     text = target.config.get_text_config(decoder=True)
     meanings = {
         f"the {name} token": value

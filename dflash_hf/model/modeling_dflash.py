@@ -31,7 +31,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from .configuration_dflash import DFlashConfig, check_target_layer_ids, describe_target
+from .configuration_dflash import (
+    DFlashConfig,
+    check_target_layer_ids,
+    describe_target,
+    num_embedding_rows,
+    residual_streams,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -395,7 +401,8 @@ class DFlashBody(PreTrainedModel):
             of `noise_embeds`, and `cache`.
 
         Raises:
-            ValueError: A width does not fit the configuration, as happens with a wrong target, or a mask is too short.
+            ValueError: A width does not fit the configuration, as happens with a wrong target, the states have an axis
+                of residual streams, or a mask is too short.
         """
         self._check_widths(noise_embeds, context_hidden_states)
         if use_cache and cache is None:
@@ -446,6 +453,12 @@ class DFlashBody(PreTrainedModel):
         """Refuse inputs whose widths are those of another target."""
         config = self.config
         context_width = self.fc.in_features
+        if context_hidden_states.dim() != 3:
+            raise ValueError(
+                f"The hidden states of the target {config.target_name_or_path!r} have the shape "
+                f"{list(context_hidden_states.shape)} instead of [batch, length, width]. A target with several "
+                "residual streams has no single state of a layer. Use a target with one stream."
+            )
         if noise_embeds.shape[-1] != config.hidden_size or context_hidden_states.shape[-1] != context_width:
             raise ValueError(
                 f"The draft {describe_target(config)} was trained for the target {config.target_name_or_path!r}. It "
@@ -461,6 +474,48 @@ class UntiedDraftError(NotImplementedError):
 
     It is a `NotImplementedError` because transformers expects one from `get_input_embeddings`.
     """
+
+
+def plain_weight(module: nn.Module) -> torch.Tensor | None:
+    """
+    Return the floating-point matrix of an embedding or head, and `None` where there is none that can be read.
+
+    Quantised modules hold packed integers, under this name or others, and wrappers hold their weight in a submodule.
+
+    Args:
+        module (`nn.Module`): Embedding or head of a target.
+    """
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() else None
+
+
+def module_tensor(module: nn.Module) -> torch.Tensor | None:
+    """
+    Return the weight of a module, else its first floating-point tensor, which tells device and dtype of its inputs.
+
+    Args:
+        module (`nn.Module`): Embedding or head of a target.
+
+    Returns:
+        `torch.Tensor` or `None`: the weight may be packed into integers, and then the module converts its inputs.
+    """
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        return weight
+    tensors = (*module.parameters(), *module.buffers())
+    return next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+
+
+def cast_for(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """
+    Convert hidden states to the dtype of a head that does not convert its inputs by itself.
+
+    Args:
+        module (`nn.Module`): The head of a target.
+        hidden_states (`torch.FloatTensor`): Its inputs.
+    """
+    tensor = module_tensor(module)
+    return hidden_states if tensor is None or not tensor.is_floating_point() else hidden_states.to(tensor.dtype)
 
 
 def embed_tokens(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
@@ -496,8 +551,8 @@ def embedding_scale(embedding: nn.Module) -> float | None:
     Returns:
         `float` or `None`: 1.0 without scaling, and `None` where the weights are quantised, offloaded, sharded or zero.
     """
-    weight = embedding.weight
-    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.is_meta:
+    weight = plain_weight(embedding)
+    if weight is None or weight.is_meta:
         return None
     if hasattr(weight, "full_tensor"):  # a DTensor, sharded over ranks
         return None
@@ -513,7 +568,7 @@ def embedding_scale(embedding: nn.Module) -> float | None:
 
 def apply_head(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """
-    Apply a target's language model head in the head's own dtype.
+    Apply a target's language model head in the head's own dtype. Its parameters get no gradient.
 
     Args:
         head (`nn.Module`): The target's output embedding.
@@ -522,9 +577,18 @@ def apply_head(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.FloatTensor` of shape `[..., vocab_size]`.
     """
-    if isinstance(head.weight, torch.Tensor) and head.weight.is_floating_point():  # False for a quantised head
-        hidden_states = hidden_states.to(head.weight.dtype)
-    return head(hidden_states)
+    hidden_states = cast_for(head, hidden_states)
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    if not trained or not torch.is_grad_enabled():
+        return head(hidden_states)
+    # The graph of a forward pass holds the parameters that require a gradient in it, so that none is left later.
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        return head(hidden_states)
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def reshard(module: Any) -> None:
@@ -599,13 +663,24 @@ class TargetModules:
         self.embedding, self.head, self.name, self.follow = embedding, head, name, follow
 
     @property
-    def embedding_shape(self) -> tuple[int, int]:
-        """`tuple[int, int]`: number and width of the embedding vectors."""
-        num_embeddings, width = getattr(self.embedding.weight, "shape", (0, 0))
-        return num_embeddings, width
+    def num_embeddings(self) -> int | None:
+        """`int` or `None`: number of the embedding vectors, where the module tells it."""
+        return num_embedding_rows(self.embedding)
+
+    @property
+    def widths(self) -> tuple[int | None, int | None]:
+        """`tuple`: width of the embedding vectors and of the states that the head takes, where the modules tell it."""
+        embedding, head = self.embedding, self.head
+        width = getattr(embedding, "embedding_dim", None)
+        if width is None and (weight := plain_weight(embedding)) is not None:
+            width = weight.shape[1]
+        return width, getattr(head, "in_features", width)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
         return self
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(None), ()  # A pickled draft holds nothing of its target, to which it is tied again on first use.
 
     def to(self, device: torch.device) -> TargetModules:
         """Move the modules to a device if they follow the draft."""
@@ -697,10 +772,12 @@ def pair_problems(config: DFlashConfig, modules: TargetModules, target_config: A
         `str`: a description of each property in which the two differ.
     """
     target_depth = target_config.get_text_config(decoder=True).num_hidden_layers
-    num_embeddings, embedding_width = modules.embedding_shape
-    head_width = getattr(modules.head, "in_features", embedding_width)
-    if not embedding_width == head_width == config.hidden_size:
+    embedding_width, head_width = modules.widths
+    num_embeddings = modules.num_embeddings or config.vocab_size  # A module that does not tell it is trusted.
+    if any(width not in (None, config.hidden_size) for width in (embedding_width, head_width)):
         yield f"width {config.hidden_size} against {embedding_width} (head {head_width})"
+    if streams := residual_streams(target_config.get_text_config(decoder=True)):
+        yield f"the target has several residual streams ({streams}), which a draft cannot read"
     if num_embeddings != config.vocab_size:
         yield f"vocabulary {config.vocab_size} against {num_embeddings} embedding rows"
     if config.mask_token_id >= num_embeddings:
@@ -715,8 +792,8 @@ def pair_problems(config: DFlashConfig, modules: TargetModules, target_config: A
             yield f"input_embedding_scale {expected:g} against {scale:g} in the target's embedding"
     for name, checksum in (config.target_tensor_checksums or {}).items():
         module = modules.embedding if name.startswith("embed") else modules.head
-        weight: Any = unshard(module).weight
-        if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
+        weight: Any = plain_weight(unshard(module))
+        if weight is None or type(weight.data) is not torch.Tensor:
             yield f"{name} of the draft's file cannot be compared with the target's quantised one"
         elif tensor_checksum(weight.to(getattr(torch, checksum.split()[0]))) != checksum:
             yield f"{name} of the draft's file is not the target's"
@@ -810,11 +887,17 @@ class DFlashDraftModel(DFlashBody):
     def _check_pair(self, modules: TargetModules, target_config: Any) -> None:
         """Refuse a target that does not fit, and complete the configuration with what only the target knows."""
         config = self.config
-        problems = "; ".join(pair_problems(config, modules, target_config))
+        problems = list(pair_problems(config, modules, target_config))
         if problems:
+            remedy = "Use the draft with its own target."
+            if len(problems) == 1 and problems[0].startswith("vocabulary"):
+                remedy = (
+                    "If it is its own target with rows added or removed at the end, load the draft with "
+                    f"vocab_size={modules.num_embeddings}. Otherwise use it with its own target."
+                )
             raise ValueError(
                 f"The draft {describe_target(config)}, made for {config.target_name_or_path!r}, does not fit the "
-                f"target {modules.name}: {problems}. Use the draft with its own target."
+                f"target {modules.name}: {'; '.join(problems)}. {remedy}"
             )
         if config.target_num_hidden_layers is None:
             depth = target_config.get_text_config(decoder=True).num_hidden_layers
@@ -853,6 +936,39 @@ class DFlashDraftModel(DFlashBody):
     def get_output_embeddings(self) -> nn.Module:
         """Return the target's language model head. An untied draft is tied first, or raises `UntiedDraftError`."""
         return self._get_target_modules().head
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
+        """Refuse, because the embedding belongs to the target."""
+        raise ValueError(
+            "draft.resize_token_embeddings would resize the embedding of the target, which the draft does not own. "
+            "Resize the target, and load the draft with vocab_size= that number of rows."
+        )
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Refuse, because the embedding belongs to the target."""
+        raise ValueError(
+            "draft.set_input_embeddings was called, but the draft uses the embedding of its target and has none of "
+            "its own. Change the target, and tie the draft to it with draft.tie_target(...)."
+        )
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Refuse, because the head belongs to the target."""
+        raise ValueError(
+            "draft.set_output_embeddings was called, but the draft uses the head of its target and has none of its "
+            "own. Change the target, and tie the draft to it with draft.tie_target(...)."
+        )
+
+    def enable_input_require_grads(self) -> None:
+        """
+        Let gradients reach adapters of a frozen draft through reentrant checkpointing.
+
+        `PreTrainedModel` would register a hook on the input embedding, which belongs to the target.
+        """
+        self.disable_input_require_grads()
+        self._require_grads_hook = self.hidden_norm.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad_(True)
+        )
+        self._require_grads_hooks = [self._require_grads_hook]
 
     @torch.no_grad()
     def embed_blocks(self, anchor_token_ids: torch.Tensor) -> torch.Tensor:
@@ -935,13 +1051,14 @@ class DFlashDraftModel(DFlashBody):
         wrong predictions, and a short training would spend much of its time on unlearning them.
         """
         head = self.get_output_embeddings()
-        weight = head.weight
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point():  # False for a quantised head
-            if weight.device.type == "meta":  # offloaded: a hook of accelerate loads the weight for a forward pass
-                weight = head(torch.eye(weight.shape[1], dtype=weight.dtype)).t()
-            if not hasattr(weight, "device_mesh"):  # A sharded weight is never quantised.
-                weight = weight.dequantize()  # Quantised weights of torchao 0.18 report a floating-point dtype.
-            self.norm.weight.fill_(1 / weight.float().norm(dim=-1).mean().item())
+        weight = plain_weight(head)
+        if weight is None:  # a quantised or wrapped head
+            return
+        if weight.device.type == "meta":  # offloaded: a hook of accelerate loads the weight for a forward pass
+            weight = head(torch.eye(weight.shape[1], dtype=weight.dtype)).t()
+        if not hasattr(weight, "device_mesh"):  # A sharded weight is never quantised.
+            weight = weight.dequantize()  # Quantised weights of torchao 0.18 report a floating-point dtype.
+        self.norm.weight.fill_(1 / weight.float().norm(dim=-1).mean().item())
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # `target` is a parameter of its own here.
