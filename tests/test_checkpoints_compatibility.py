@@ -27,7 +27,7 @@ def who(folder: Path, **kwargs) -> set[str]:
 
 
 GOOD = {
-    "native": {"dflash_hf", "transformers", "dflash"},
+    "native": {"dflash_hf", "transformers", "vllm", "dflash"},
     "serving": {"dflash_hf", "vllm", "sglang", "dflash"},
     "speculators": {"dflash_hf", "vllm", "speculators"},
     "muse": {"dflash_hf", "transformers", "vllm", "sglang"},
@@ -81,7 +81,14 @@ BAD = {
         "transformers",
         "does not find configuration_dflash.py and modeling_dflash.py",
     ),
-    "native for a server": ("native", {}, None, "vllm", "--layout serving"),
+    "native for a server": ("native", {}, None, "sglang", "--layout serving"),
+    "native without a value": (
+        "native",
+        {},
+        lambda folder: change(folder, target_num_hidden_layers=None),
+        "vllm",
+        "target_num_hidden_layers is None",
+    ),
     "serving without nested ids": (
         "serving",
         {},
@@ -198,6 +205,14 @@ def test_conditions_are_said_of_readers_that_can_load(tmp_path):
     assert "on a CPU" in found["vllm"][1]
     assert "--dtype bfloat16" in found["sglang"][1]
     assert "dtype=" in found["dflash"][1]
+
+
+def test_vllm_opens_a_native_folder_under_a_condition_beside_which_the_command_stands(tmp_path):
+    folder = save_in_layout(make_draft(make_target()), tmp_path / "my-draft", "native")
+    can_load, conditions = verdicts(folder)["vllm"]
+    assert can_load
+    assert conditions.startswith("needs this package in its environment (pip install --no-deps)")
+    assert f"dflash-hf convert {folder} NEW-FOLDER --layout serving" in conditions
     native = save_in_layout(make_draft(make_target()), tmp_path / "native", "native")
     assert verdicts(native)["transformers"] == (True, "needs trust_remote_code=True")
 

@@ -220,6 +220,22 @@ def test_vllm_serves_an_exported_draft_and_accepts_as_much_as_our_loop(layout, r
 
 
 @pytest.mark.consumers
+def test_vllm_opens_the_native_folder_by_the_plugin_and_runs_what_it_runs_with_the_export(run_vllm, exported_folder):
+    """Texts and the accepted tokens of every pass are equal. The tensors are bf16 in both folders."""
+    interpreter = worker_interpreter("DFLASH_HF_VLLM_PYTHON", "vLLM")
+    plugins = "from importlib.metadata import entry_points; print(*entry_points(group='vllm.general_plugins').names)"
+    found = subprocess.run([interpreter, "-c", plugins], capture_output=True, text=True, check=True)
+    if "dflash_hf" not in found.stdout.split():
+        pytest.skip("vLLM's environment lacks this package, which `pip install --no-deps -e .` adds")
+    native, exported = (
+        run_vllm(exported_folder(layout, torch.bfloat16), "bfloat16") for layout in ("native", "serving")
+    )
+    assert native["num_accepted_tokens"] > 0
+    for name in ("token_ids", "accepted", "num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos"):
+        assert native[name] == exported[name]
+
+
+@pytest.mark.consumers
 def test_vllm_gives_the_same_fp32_text_with_and_without_a_draft_and_accepts_in_every_pass_what_our_loop_does(
     run_vllm, own_passes, exported_folder
 ):

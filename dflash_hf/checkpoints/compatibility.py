@@ -19,6 +19,7 @@ from ..model.configuration_dflash import DFlashConfig
 from ..model.modeling_dflash import DRAFT_LOOK_UP, DFlashDraftModel
 from .io import checkpoint_folder, read_json, tensor_shapes
 from .read_layouts import MODULE_NAMES, TARGET_TENSORS, layout_of, native_tensor_name
+from .vllm_plugin import NativeDraftConfig
 
 READERS = {
     "dflash_hf": "this package",
@@ -200,8 +201,6 @@ def _servers_refuse(files: _Files) -> Iterator[str]:
     config = files.config
     if files.sizes.get("hidden_act", "silu") != "silu":
         yield f"supports only SiLU, not hidden_act={files.sizes['hidden_act']}"
-    if files.layout == "native":
-        yield f"has no model type 'dflash', so run {_converts(files, 'serving')}"
     is_sliding = config is not None and "sliding_attention" in (config.layer_types or [])
     if files.layout == "serving" and is_sliding and not files.raw.get("use_sliding_window"):
         yield "ignores sliding_window unless use_sliding_window is true"
@@ -210,6 +209,11 @@ def _servers_refuse(files: _Files) -> Iterator[str]:
 def _vllm_refuses(files: _Files) -> Iterator[str]:
     """Yield why vLLM refuses the draft."""
     yield from _servers_refuse(files)
+    if files.layout == "native":
+        try:
+            NativeDraftConfig.from_dict(dict(files.raw))
+        except ValueError as error:
+            yield f"cannot translate config.json ({error}), so run {_converts(files, 'serving')}"
     name = next(iter(files.raw.get("architectures") or [""]))
     if files.layout == "serving" and name != "DFlashDraftModel":
         yield f"knows only DFlashDraftModel, not architectures={[name]}"
@@ -235,6 +239,8 @@ def _vllm_refuses(files: _Files) -> Iterator[str]:
 def _sglang_refuses(files: _Files) -> Iterator[str]:
     """Yield why SGLang refuses the draft."""
     yield from _servers_refuse(files)
+    if files.layout == "native":
+        yield f"has no model type 'dflash', so run {_converts(files, 'serving')}"
     if files.layout == "speculators":
         yield f"does not read this layout, so run {_converts(files, 'serving')}"
         return
@@ -287,6 +293,11 @@ def _conditions(files: _Files, reader: str) -> Iterator[str]:
         yield "needs trust_remote_code=True"
     is_mixed = len(set(config.layer_types or [])) > 1
     if reader == "vllm":
+        if files.layout == "native":
+            yield (
+                "needs this package in its environment (pip install --no-deps), because it has no model type 'dflash' "
+                f"of its own, or else {_converts(files, 'serving')}"
+            )
         if "dflash" not in files.name.lower():
             yield 'needs "method": "dflash" in --speculative-config, because the path does not contain "dflash"'
         if is_mixed:
