@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import make_target
@@ -20,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from dflash_hf import DFlashConfig
+from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.model.configuration_dflash import choose_mask_token_id, default_target_layer_ids
 
 
@@ -372,3 +373,122 @@ def test_a_special_token_without_an_embedding_row_is_not_the_mask_token(tokenize
 def test_negative_token_ids_of_a_target_mean_none():
     config = DFlashConfig.from_target(LlamaConfig(pad_token_id=-1), mask_token_id=5)
     assert config.pad_token_id is None
+
+
+SEED = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_target_layers": 2,
+    "target_hidden_size": 32,
+    "target_num_hidden_layers": 4,
+    "target_layer_ids": [0, 2],
+    "mask_token_id": 96,
+    "vocab_size": 97,
+}
+
+
+def written(folder: Path, values: object, name: str = "draft.json") -> Path:
+    (folder / name).write_text(json.dumps(values))
+    return folder / name
+
+
+READERS = {
+    "from_json_file": lambda folder: DFlashConfig.from_json_file(written(folder, SEED)),
+    "from_pretrained of a file": lambda folder: DFlashConfig.from_pretrained(written(folder, SEED)),
+    "from_pretrained of a folder": lambda folder: DFlashConfig.from_pretrained(
+        written(folder, SEED, "config.json").parent
+    ),
+    "from_dict": lambda folder: DFlashConfig.from_dict(SEED),
+    "from_target of a file": lambda folder: DFlashConfig.from_target(make_target(), config=written(folder, SEED)),
+    "from_target of a path as text": lambda folder: DFlashConfig.from_target(
+        make_target(), config=str(written(folder, SEED))
+    ),
+    "from_target of a folder": lambda folder: DFlashConfig.from_target(
+        make_target(), config=written(folder, SEED, "config.json").parent
+    ),
+    "from_target of a dictionary": lambda folder: DFlashConfig.from_target(make_target(), config=SEED),
+    "a draft": lambda folder: DFlashDraftModel.from_target(make_target(), config=written(folder, SEED)).config,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_of_fields_without_block_size_or_model_type_makes_a_new_draft_with_blocks_of_sixteen(reader, tmp_path):
+    config = READERS[reader](tmp_path)
+    assert isinstance(config, DFlashConfig)
+    assert {name: getattr(config, name) for name in SEED} == SEED
+    assert config.block_size == 16
+    if "from_target" in reader or reader == "a draft":  # what the file does not set is the target's
+        assert (config.intermediate_size, config.num_attention_heads, config.head_dim) == (64, 4, 8)
+
+
+def test_arguments_take_precedence_over_a_file_of_fields(tmp_path):
+    file = written(tmp_path, {**SEED, "rope_theta": 5e5, "block_size": 8})
+    config = DFlashConfig.from_target(make_target(), config=file, num_hidden_layers=2, target_layer_ids=[1])
+    assert (config.num_hidden_layers, config.target_layer_ids, config.num_target_layers) == (2, [1], 1)
+    assert (config.rope_theta, config.block_size) == (5e5, 8)
+    config = DFlashConfig.from_target(make_target(), config=file, num_target_layers=1, block_size=4)
+    assert (config.target_layer_ids, config.block_size) == ([2], 4)
+    config = DFlashConfig.from_target(make_target(), config=file, rope_parameters={"rope_theta": 7e4})
+    assert config.rope_theta == 7e4
+    assert DFlashConfig.from_pretrained(file, block_size=4).block_size == 4
+
+
+def test_the_configuration_of_a_saved_draft_makes_a_new_draft_of_its_shape(draft, target, tmp_path):
+    draft.save_pretrained(tmp_path)
+    for source in (tmp_path, tmp_path / "config.json", draft.config, draft.config.to_dict()):
+        config = DFlashConfig.from_target(target, config=source)
+        assert (config.num_hidden_layers, config.block_size, config.mask_token_id) == (2, 4, 96)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 64}, "hidden_size=64 contradicts the target LlamaForCausalLM, where it is 32"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64 contradicts"),
+        ({"vocab_size": 98}, "vocab_size=98 contradicts"),
+        ({"target_num_hidden_layers": 36}, "target_num_hidden_layers=36 contradicts"),
+        ({"num_target_layers": 3}, "num_target_layers=3 must equal the number of target_layer_ids"),
+        ({"target_layer_ids": [0, 3]}, "contains the last layer"),
+        ({"target_layer_ids": [0, 9]}, "from 0 to 3"),
+        ({"mask_token_id": 97}, "mask_token_id=97 must be below vocab_size=97"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers='2' must be int"),
+        ({"blok_size": 8}, "'blok_size' is no field of a draft's configuration"),
+        ({"block_size": float("nan")}, "block_size=nan must be int"),
+    ],
+)
+def test_a_wrong_or_contradicting_field_of_a_file_is_one_line(change, words, tmp_path):
+    with pytest.raises(ValueError, match=words) as error:
+        DFlashDraftModel.from_target(make_target(), config=written(tmp_path, {**SEED, **change}))
+    assert len(str(error.value)) < 400
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "words"),
+    [
+        ("missing.json", FileNotFoundError, r"missing\.json' cannot be read"),
+        (3, TypeError, "config=3 must be a file"),
+        ([1], TypeError, r"config=\[1\] must be a file"),
+        ({"model_type": "llama"}, ValueError, "no DFlash draft"),
+    ],
+)
+def test_what_is_no_file_of_fields_is_refused(config, kind, words):
+    with pytest.raises(kind, match=words):
+        DFlashConfig.from_target(make_target(), config=config)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "3", "[" * 10**5])
+def test_a_file_that_holds_no_object_is_one_line(text, tmp_path):
+    (tmp_path / "draft.json").write_text(text)
+    for read in (DFlashConfig.from_json_file, DFlashConfig.read_fields):
+        with pytest.raises(ValueError, match=r"draft\.json'.*Correct the file") as error:
+            read(tmp_path / "draft.json")
+        assert len(str(error.value).replace(str(tmp_path), "")) < 400
+
+
+def test_weights_beside_a_file_of_fields_are_not_read_with_guessed_values(draft, tmp_path):
+    """A new draft may have the default block size. That of a trained draft must be told."""
+    draft.save_pretrained(tmp_path)
+    written(tmp_path, {**SEED, "num_hidden_layers": 2, "rope_theta": 1e4}, "config.json")
+    with pytest.raises(ValueError, match=r"block_size is missing.*Pass block_size="):
+        DFlashDraftModel.from_pretrained(tmp_path)

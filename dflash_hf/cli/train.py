@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..training.block_arguments import BlockTrainingArguments
 from .command import Command
+from .draft_fields import DraftFieldArguments, as_arguments, check_fields_of_draft, draft_fields
 
 if TYPE_CHECKING:
     import datasets
@@ -26,7 +27,7 @@ USAGE = "dflash-hf train [FILE.yaml] --target T --dataset D [--name value …]"
 
 
 @dataclass
-class DraftAndDataArguments:
+class DraftAndDataArguments(DraftFieldArguments):
     """Arguments that name the target, the draft and the rows."""
 
     target: str | None = field(default=None, metadata={"help": "Folder or Hub name of the target (required)."})
@@ -45,11 +46,12 @@ class DraftAndDataArguments:
         metadata={"help": "Without eval_dataset, hold out this many rows at the end of `dataset` for evaluation."},
     )
     draft: str | None = field(default=None, metadata={"help": "Continue from this draft instead of a new one."})
-    draft_layers: int = field(default=5, metadata={"help": "Number of layers of a new draft."})
-    num_target_layers: int = field(default=5, metadata={"help": "Number of target layers that a new draft reads."})
-    block_size: int = field(default=16, metadata={"help": "Slots of a block of a new draft, the anchor included."})
-    mask_token_id: int | None = field(
-        default=None, metadata={"help": "Mask token of a new draft. By default it is chosen automatically."}
+    draft_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "JSON file with fields of a new draft. Arguments take precedence over it, and fields that neither "
+            "sets are derived from the target."
+        },
     )
     target_dtype: str = field(
         default="auto", metadata={"help": "dtype of the target: auto, bfloat16, float16 or float32."}
@@ -68,9 +70,15 @@ class TrainCommand(Command):
             "takes precedence over the file. Underscores may stand for the hyphens of an option."
         )
         console.print(Text(f"Usage: {USAGE}\n\n{introduction}\n"))
-        for title, kind in (("Target, draft and rows", DraftAndDataArguments), ("Training", BlockTrainingArguments)):
+        inherited = {item.name for item in fields(DraftFieldArguments)}
+        own = [item for item in fields(DraftAndDataArguments) if item.name not in inherited]
+        for title, items in (
+            ("Target, draft and rows", own),
+            ("Fields of a new draft", fields(DraftFieldArguments)),
+            ("Training", fields(BlockTrainingArguments)),
+        ):
             table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold")
-            for item in fields(kind):
+            for item in items:
                 default = "" if item.default in (None, MISSING) else f" Default: {item.default}."
                 table.add_row(f"--{item.name.replace('_', '-')}", Text(item.metadata["help"] + default))
             console.print(table, "")
@@ -94,7 +102,9 @@ def describe_rows(pair: DraftAndDataArguments) -> str:
 
 def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlashTrainingArguments]:
     """
-    Parse the command line and an optional YAML or JSON file, over whose values the command line takes precedence.
+    Parse the command line, an optional YAML or JSON file and the JSON file of `draft_config`.
+
+    The command line takes precedence over the file, and both over the fields of `draft_config`.
 
     Args:
         arguments (`list[str]`): the words after `train` on the command line.
@@ -103,20 +113,22 @@ def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlash
         `tuple[DraftAndDataArguments, DFlashTrainingArguments]`
 
     Raises:
-        ValueError: the file is no mapping, or an argument is unknown.
+        ValueError: the file is no mapping, or an argument or a field of the draft is unknown.
         FileNotFoundError: the file is missing.
     """
     from transformers import HfArgumentParser
 
+    from ..model.configuration_dflash import DFlashConfig
     from ..training.arguments import DFlashTrainingArguments
 
     kinds: Any = (DraftAndDataArguments, DFlashTrainingArguments)
     parser = HfArgumentParser(kinds, prog="dflash-hf train", usage=USAGE, add_help=False)
     parser.add_argument("--help-all", action="help", help="Show every argument, those of Trainer included.")
     parser.set_defaults(output_dir="dflash-draft", bf16=True, report_to="none")
+    values: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
-        values = _read_argument_file(Path(arguments[0]))
-        known = {item.name for kind in (DraftAndDataArguments, DFlashTrainingArguments) for item in fields(kind)}
+        values = as_arguments(_read_argument_file(Path(arguments[0])), arguments[0])
+        known = {item.name for kind in kinds for item in fields(kind)}
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(
@@ -124,6 +136,9 @@ def parse_arguments(arguments: list[str]) -> tuple[DraftAndDataArguments, DFlash
             )
         parser.set_defaults(**values)
         arguments = arguments[1:]
+    draft_config = parser.parse_known_args(arguments)[0].draft_config
+    if draft_config is not None:
+        parser.set_defaults(**{**as_arguments(DFlashConfig.read_fields(draft_config), draft_config), **values})
     pair, training, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         raise ValueError(
@@ -203,22 +218,22 @@ def train(context: typer.Context) -> None:
     rows, eval_rows = split_rows(pair, rows)
     Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
 
-    target, tokenizer = load_target(pair.target, pair.target_dtype)
+    given = draft_fields(pair)
+    target, tokenizer = load_target(pair.target, pair.target_dtype, revision=given.get("target_revision"))
     if pair.draft is not None:
         draft = DFlashDraftModel.from_pretrained(pair.draft, dtype="float32", target=target)
+        check_fields_of_draft(given, draft.config, pair.draft)
     else:
         set_seed(args.seed)
         report = read_report(pair.dataset)
         template_kwargs = report["chat_template_kwargs"] if report else common_template_kwargs(rows, {})
-        draft = DFlashDraftModel.from_target(
-            target,
-            tokenizer=tokenizer,
-            num_hidden_layers=pair.draft_layers,
-            num_target_layers=pair.num_target_layers,
-            block_size=pair.block_size,
-            mask_token_id=pair.mask_token_id,
-            chat_template_kwargs=template_kwargs or None,
-        )
+        if report and given.get("chat_template_kwargs", template_kwargs) != template_kwargs:
+            raise ValueError(
+                f"chat_template_kwargs={given['chat_template_kwargs']} differ from those of the prepared rows in "
+                f"{pair.dataset}, {template_kwargs}. Leave them out, or prepare the rows with them."
+            )
+        fields_of_draft = {"chat_template_kwargs": template_kwargs or None, **given}
+        draft = DFlashDraftModel.from_target(target, tokenizer=tokenizer, config=fields_of_draft)
     for part, source in ((rows, pair.dataset), (eval_rows, pair.eval_dataset or pair.dataset)):
         if part is not None and "supervised_mask" in part.column_names:
             check_prepared(

@@ -391,14 +391,7 @@ class DFlashConfig(PreTrainedConfig):
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> Any:
         """Make a configuration from a JSON file: that of a saved draft, or the fields of a new one."""
-        with open(json_file, encoding="utf-8") as file:
-            values = json.load(file)
-        if not isinstance(values, dict):
-            raise ValueError(
-                f"{str(json_file)!r} must hold a JSON object with the fields of a draft, not {brief(values)}. Correct "
-                "the file."
-            )
-        return cls.from_dict(values)
+        return cls.from_dict(_read_json_object(json_file))
 
     @classmethod
     def _translated(cls, raw: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -409,19 +402,41 @@ class DFlashConfig(PreTrainedConfig):
         given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
         if is_new:
             check_field_names(raw)
-            return {**raw, **given, "model_type": cls.model_type}
+            return cls(**{**raw, **given}).to_dict()
         reader: Any = cls._format_reader
         return {**reader(raw, given), "model_type": cls.model_type}
 
     @classmethod
-    def _fields_of(cls, config: Any, hub: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that the configuration of a draft sets, which is a file, a folder, values or an object."""
+    def read_fields(
+        cls, config: str | os.PathLike[str] | Mapping[str, Any] | DFlashConfig, **hub_kwargs: Any
+    ) -> dict[str, Any]:
+        """
+        Return the fields that are set for a new draft, from which [`DFlashConfig.from_target`] derives the others.
+
+        Args:
+            config (`str`, `dict` or `DFlashConfig`):
+                A JSON file, a folder or Hub name with a config.json, a dictionary, or another draft's configuration.
+            **hub_kwargs: `token`, `cache_dir`, `local_files_only`.
+
+        Returns:
+            `dict`: the fields whose value is not `None`.
+
+        Raises:
+            ValueError: A field is unknown, or the file does not hold the fields of a draft.
+            OSError: The file cannot be read.
+            TypeError: `config` is of another type.
+        """
         if isinstance(config, (str, os.PathLike)):
-            config, _ = PreTrainedConfig.get_config_dict(config, **hub)
-        if isinstance(config, Mapping):
-            config = cls._translated(dict(config), {})
-        elif isinstance(config, DFlashConfig):
+            if os.path.isfile(config) or str(config).endswith(".json"):
+                config = _read_json_object(config)
+            else:
+                config, _ = PreTrainedConfig.get_config_dict(config, **hub_kwargs)
+        if isinstance(config, DFlashConfig):
             config = config.to_dict()
+        elif isinstance(config, Mapping) and config.get("model_type") in (None, cls.model_type):
+            check_field_names(config)
+        elif isinstance(config, Mapping):
+            config = cls._translated(dict(config), {})
         else:
             raise TypeError(
                 f"config={brief(config)} must be a file, a folder, a Hub name, a dictionary or a DFlashConfig. Pass "
@@ -502,13 +517,12 @@ class DFlashConfig(PreTrainedConfig):
             "target_revision": target_revision,
             **overrides,
         }
-        given = {} if config is None else cls._fields_of(config, {**hub, "revision": None})
-        if any(arguments.get(rope) is not None for rope in ("rope_theta", "rope_parameters")):
-            given = {field: value for field, value in given.items() if not field.startswith("rope_")}
-        if arguments["num_target_layers"] is not None and arguments.get("target_layer_ids") is None:
-            given.pop("target_layer_ids", None)
-        elif arguments.get("target_layer_ids") is not None:
-            given.pop("num_target_layers", None)
+        if arguments.get("target_layer_ids") is not None:
+            arguments["num_target_layers"] = None
+        given = {} if config is None else cls.read_fields(config, **{**hub, "revision": None})
+        for together in ({"rope_theta", "rope_parameters"}, {"num_target_layers", "target_layer_ids"}):
+            if any(arguments.get(field) is not None for field in together):
+                given = {field: value for field, value in given.items() if field not in together}
         given |= {field: value for field, value in arguments.items() if value is not None}
 
         embedding: Any = None if model is None else model.get_input_embeddings()
@@ -720,6 +734,24 @@ def describe_target(target: str | PreTrainedConfig | PreTrainedModel | None) -> 
     return repr(config.name_or_path) if config.name_or_path else type(target).__name__
 
 
+def _read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a JSON file with the fields of a draft."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+    except OSError as error:
+        raise type(error)(
+            f"The draft configuration {str(path)!r} cannot be read: {error.strerror}. Give a JSON file."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not valid JSON ({error}). Correct the file.") from error
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{str(path)!r} must hold a JSON object with the fields of a draft, not {brief(values)}. Correct the file."
+        )
+    return values
+
+
 def describes_new_draft(raw: Mapping[str, Any]) -> bool:
     """
     Tell whether the values of a file are fields of a draft and not the config.json of a saved model.
@@ -743,8 +775,8 @@ def check_field_names(values: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A field is unknown. The message names it.
     """
-    others = {*BASE_FIELDS, "_name_or_path", "attn_implementation", "model_type", "rope_scaling", "torch_dtype"}
-    unknown = sorted(map(str, values.keys() - DFlashConfig.field_names() - others - {"transformers_version"}))
+    others = {*PreTrainedConfig().to_dict(), "auto_map", "model_type", "rope_scaling", "torch_dtype", "use_cache"}
+    unknown = sorted(map(str, values.keys() - DFlashConfig.field_names() - others))
     if unknown:
         raise ValueError(
             f"{brief(unknown)[1:-1]} is no field of a draft's configuration. Correct the name, or remove it. The "

@@ -1021,7 +1021,7 @@ class DFlashDraftModel(DFlashBody):
                 The dtype of the trainable weights. Train in fp32: in bf16 small updates of a norm weight near 1.0
                 round to nothing.
             **config_kwargs:
-                Passed to [`DFlashConfig.from_target`].
+                Passed to [`DFlashConfig.from_target`], for example `config=` with a JSON file of fields.
 
         Returns:
             `DFlashDraftModel` in training mode.

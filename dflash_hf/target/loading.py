@@ -64,13 +64,16 @@ def read_target(name: str) -> TargetText:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(
+    name: str, dtype: str | torch.dtype, revision: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     Load a target and its tokenizer.
 
     Args:
         name (`str`): Hub name or folder.
         dtype (`str` or `torch.dtype`): dtype of the weights; `"auto"` keeps that of the checkpoint.
+        revision (`str`, *optional*): its revision on the Hub.
 
     Returns:
         `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: the target in evaluation mode, and its tokenizer.
@@ -82,8 +85,10 @@ def load_target(name: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, P
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
     try:
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, revision=revision or "main"
+        ).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
     except OSError as error:
         raise OSError(f"The target {name!r} cannot be loaded: {error}") from error
     device = torch.accelerator.current_accelerator()
