@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from foreign_checkpoints import ARGUMENTS, PRODUCERS
 from safetensors.torch import load_file, save_file
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError, convert_checkpoint
+from dflash_hf.checkpoints.compatibility import check_checkpoint
 
 
 class Bomb:
@@ -131,6 +133,32 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "rope of text": (change_config(rope_parameters={"rope_theta": "big"}), "rope_theta"),
     "dflash_config that is a list": (change_config(dflash_config=[1]), r"dflash_config=\[1\]"),
     "architectures of numbers": (change_config(architectures=[7]), r"architectures=\[7\]"),
+    "norm constant that is no number": (change_config(rms_norm_eps=float("nan")), "rms_norm_eps=nan must be"),
+    "norm constant of zero": (change_config(rms_norm_eps=0.0), "rms_norm_eps=0.0 must be"),
+    "dropout above one": (change_config(attention_dropout=2.0), "attention_dropout=2.0 must be"),
+    "unknown activation": (change_config(hidden_act="nope"), "hidden_act='nope'"),
+    "rotary base that is infinite": (
+        change_config(rope_parameters={"rope_type": "default", "rope_theta": float("inf")}),
+        "rope_theta=inf must be",
+    ),
+    "rotary base that is no number, twice": (
+        change_config(rope_theta=float("nan"), rope_parameters={"rope_type": "default", "rope_theta": float("nan")}),
+        "rope_theta=nan must be",
+    ),
+    "rotary factor missing": (
+        change_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        "rope_parameters has no 'factor'",
+    ),
+    "a hundred thousand layer ids": (change_config(target_layer_ids=list(range(10**5))), "target_layer_ids="),
+    "a hundred thousand layer types": (change_config(layer_types=["full_attention"] * 10**5), "layer_types="),
+    "a block of a thousand million slots": (change_config(block_size=10**9), "block_size=1000000000 must be at most"),
+    "a block of one slot": (change_config(block_size=1), "block_size=1 must be at least 2"),
+    "a boolean as a number": (change_config(num_key_value_heads=True), "num_key_value_heads=True must be int"),
+    "a number as text": (change_config(mask_token_id="96"), "mask_token_id='96' must be int"),
+    "odd head size": (change_config(head_dim=7), "head_dim=7 must be even"),
+    "heads that do not divide": (change_config(num_key_value_heads=3), "must be a multiple"),
+    "dtype that does not exist": (change_config(dtype="nope"), "dtype='nope'"),
+    "value named like a method": (change_config(layer_window=3), "'layer_window' is a value"),
     "checksum that is no checksum": (
         change_config(target_tensor_checksums={"lm_head.weight": 7}),
         "target_tensor_checksums",
@@ -159,9 +187,26 @@ def test_a_harmful_checkpoint_is_one_clear_error_and_leaves_nothing_behind(damag
         lambda: DFlashDraftModel.from_pretrained(folder, target=make_target()),
         lambda: convert_checkpoint(folder, tmp_path / "out", "serving"),
     ):
-        with pytest.raises((OSError, ValueError), match=DAMAGES[name][1]):
+        with pytest.raises((OSError, ValueError), match=DAMAGES[name][1]) as error:
             attempt()
+        assert len(str(error.value).replace(str(tmp_path), "")) < 500
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_check_gives_one_short_reason_for_a_harmful_checkpoint(damaged, name):
+    folder = damaged(name)
+    verdicts = check_checkpoint(folder).verdicts
+    (reason,) = verdicts[0].reasons
+    assert re.search(DAMAGES[name][1], reason)
+    assert len(reason.replace(str(folder.parent), "")) < 500
+    assert not verdicts[0].can_load
+
+
+def test_check_prints_the_field_that_is_wrong(damaged, run):
+    code, stdout, _ = run("check", damaged("norm constant that is no number"))
+    assert code == 1
+    assert "rms_norm_eps=nan" in stdout
 
 
 JUNK = (None, 0, -1, 2**70, 3.5, "x", [], [None], {"a": 1}, True, float("nan"), {"full_attention": 3})

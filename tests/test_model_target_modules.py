@@ -8,12 +8,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from conftest import TINY, make_draft, make_target
+from decoding_pairs import FAMILIES, NOT_CONTINUING, STATE_SPACE, each_family, make_family, make_multimodal
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import (
+    BlipConfig,
+    BlipForConditionalGeneration,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaForCausalLM,
+)
 
-from dflash_hf import DFlashDraftModel, speculative_generate
+from dflash_hf import DFlashDraftModel, UntiedDraftError, speculative_generate
 from dflash_hf.blocks.head_losses import chunked_head_losses
 
 
@@ -287,3 +295,72 @@ def test_a_target_of_several_residual_streams_is_refused_when_tied():
 def test_states_with_an_axis_of_streams_are_refused(draft):
     with pytest.raises(ValueError, match=r"\[1, 3, 4, 64\] instead of \[batch, length, width\]"):
         draft(torch.randn(1, 4, 32), torch.randn(1, 3, 4, 64))
+
+
+def make_gemma4(**overrides: object) -> Gemma4ForCausalLM:
+    """A random Gemma 4, whose full layers have other heads than its sliding ones."""
+    torch.manual_seed(0)
+    sizes = {"head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 4}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**{**TINY, "num_hidden_layers": 6, **sizes, **overrides})).eval()
+
+
+GEMMA_4 = {
+    "Gemma 4": {},
+    "Gemma 4, no embedding by layer": {"hidden_size_per_layer_input": 0},
+    "Gemma 4, experts": {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 40,
+    },
+    "Gemma 4, keys as values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "Gemma 4, shared keys": {
+        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["multimodal", *GEMMA_4, *each_family(*FAMILIES, *STATE_SPACE, *NOT_CONTINUING)])
+def test_embedding_and_head_of_any_family_are_read_from_its_folder(name, tmp_path):
+    """Their modules come from the target built without layers, whose other weights may then have other shapes."""
+    if name == "multimodal":
+        target = make_multimodal()
+    else:
+        target = make_gemma4(**GEMMA_4[name]) if name in GEMMA_4 else make_family(name)
+    draft = make_draft(target)
+    target.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "draft", target=str(tmp_path / "target"))
+    states, ids = torch.randn(2, 32), torch.tensor([[3, 4]])
+    assert torch.equal(loaded.compute_logits(states), draft.compute_logits(states))
+    assert torch.equal(loaded.embed_blocks(ids), draft.embed_blocks(ids))
+
+
+@pytest.mark.parametrize("name", GEMMA_4)
+def test_gemma_4_decodes_as_it_would_alone(name):
+    target, prompt = make_gemma4(**GEMMA_4[name]), torch.arange(1, 9)[None]
+    plain = target.generate(prompt, do_sample=False, max_new_tokens=12, pad_token_id=0)
+    output = speculative_generate(target, make_draft(target), input_ids=prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(output.sequences, plain)
+
+
+@pytest.mark.parametrize("damage", ["missing", "other shape"])
+@pytest.mark.parametrize("tensor", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_target_whose_files_lack_its_head_or_embedding_is_refused(damage, tensor, tmp_path):
+    """transformers would fill them with random values."""
+    target = make_target()
+    target.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if damage == "missing":
+        del tensors[tensor]
+    else:
+        tensors[tensor] = torch.ones(97, 16)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    draft = make_draft(target)
+    with pytest.raises(UntiedDraftError, match=f"do not hold {tensor}"):
+        draft.tie_target(str(tmp_path))
+
+
+def test_a_target_that_transformers_opens_without_a_head_is_refused_by_name(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BlipConfig(text_config={**sizes, "vocab_size": 97}, vision_config={**sizes, "image_size": 32})
+    BlipForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(UntiedDraftError, match="has no language model head"):
+        make_draft(make_target()).tie_target(str(tmp_path))

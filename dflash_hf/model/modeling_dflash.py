@@ -14,7 +14,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -733,30 +733,56 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
         `tuple[TargetModules, PreTrainedConfig]`: the modules, and the target's full configuration.
 
     Raises:
-        UntiedDraftError: The target cannot be read. The message gives its name, the reason and the argument to change.
+        UntiedDraftError: The target cannot be read, or its files lack embedding or head. The message gives its name,
+            the reason and the argument to change.
     """
     try:
         full_config = AutoConfig.from_pretrained(name_or_path, **hub_kwargs)
         config = AutoConfig.from_pretrained(name_or_path, **hub_kwargs)
         text_config = config.get_text_config(decoder=True)
-        text_config.num_hidden_layers, text_config.layer_types = 0, []
+        text_config.num_hidden_layers = 0
+        with suppress(AttributeError):  # Some families derive the layer types from the number of layers.
+            text_config.layer_types = []
         is_causal_lm = type(config) in AutoModelForCausalLM._model_mapping
         auto_class = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # Otherwise transformers lists every decoder layer of the file as unexpected.
         try:
-            model = auto_class.from_pretrained(name_or_path, config=config, dtype="auto", **hub_kwargs)
+            # Weights of other modules may be of another shape without layers (Gemma 4). They are not used.
+            options: Any = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
+            loaded: Any = auto_class.from_pretrained(name_or_path, config=config, **options, **hub_kwargs)
         finally:
             logging.set_verbosity(verbosity)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UntiedDraftError(
             f"The target {name_or_path!r} cannot be read: {reason} The draft needs its embedding and head. Pass "
             "target=<folder, Hub name or model> to from_pretrained, or call draft.tie_target(...)."
         ) from error
+    model, info = loaded
     model.requires_grad_(False)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        raise UntiedDraftError(
+            f"The target {name_or_path!r} has no language model head in the class that transformers opens it with, "
+            "and the draft shares the head. Load the target yourself and pass it as target=<model>."
+        )
+    _check_target_weights(name_or_path, model, (embedding, head), info)
     return TargetModules(embedding, head, repr(name_or_path), follow=True), full_config
+
+
+def _check_target_weights(
+    name_or_path: str, model: PreTrainedModel, modules: tuple[nn.Module, ...], info: Mapping[str, Any]
+) -> None:
+    """Refuse a target whose file lacks the weights of its embedding or head, which would then be random."""
+    absent = {*map(str, info["missing_keys"]), *(str(key[0]) for key in info["mismatched_keys"])}
+    used = {id(parameter) for module in modules for parameter in module.parameters()}
+    unread = sorted(name for name, parameter in model.named_parameters() if id(parameter) in used and name in absent)
+    if unread:
+        raise UntiedDraftError(
+            f"The files of the target {name_or_path!r} do not hold {', '.join(unread)} in the shape of its "
+            "configuration, so that its embedding or head would be random. Use the complete files of the target."
+        )
 
 
 def pair_problems(config: DFlashConfig, modules: TargetModules, target_config: Any) -> Iterator[str]:
