@@ -36,7 +36,18 @@ TINY: dict[str, Any] = {
     "target_num_hidden_layers": 4,
     "target_layer_ids": [0, 2],
 }
-FIELDS = sorted(DFlashConfig.field_names() | {"dtype", "architectures", "id2label", "chunk_size_feed_forward", "dory"})
+# Keys that transformers reads or that it keeps, beside the fields.
+OTHERS = {"architectures", "auto_map", "chunk_size_feed_forward", "dory", "dtype", "id2label"}
+OTHERS |= {"is_encoder_decoder", "label2id", "name_or_path", "num_labels", "output_attentions", "output_hidden_states"}
+OTHERS |= {"partial_rotary_factor", "per_layer_config", "problem_type", "quantization_config", "return_dict"}
+OTHERS |= {
+    "rope_scaling",
+    "torch_dtype",
+    "use_return_dict",
+    "model_type",
+    "transformers_version",
+}
+FIELDS = sorted(DFlashConfig.field_names() | OTHERS)
 NUMBERS = [0, -1, 1, 2, 3, 7, 16, 10**9, 10**40, -(10**40), 0.0, -0.5, 0.5, 1.0, 2.0, 1e-300, 1e300]
 SPECIAL = [float("nan"), float("inf"), -float("inf"), True, False, None, "", "1", "nope", "silu", "x" * 10**5]
 LISTS = [
@@ -126,7 +137,8 @@ def test_each_field_with_each_hostile_value_is_loadable_or_one_short_line(field)
 def test_any_value_in_a_file_of_any_producer_is_loadable_or_one_short_line(producer, data):
     raw = copy.deepcopy(PRODUCERS[producer][0])
     inner = data.draw(st.sampled_from([raw, *(value for value in raw.values() if isinstance(value, dict))]))
-    names = sorted({*inner, "rope_theta", "rope_parameters", "num_target_layers", "dtype", "layer_types"})
+    own = {"rope_theta", "rope_parameters", "num_target_layers", "dtype", "layer_types"} if inner is raw else set()
+    names = sorted({*inner} | own)
     inner[data.draw(st.sampled_from(names))] = data.draw(hostile)
     try:
         config = DFlashConfig.from_dict(raw, **ARGUMENTS.get(producer, {}))

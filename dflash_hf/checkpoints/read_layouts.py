@@ -144,7 +144,7 @@ def layout_of(raw: Mapping[str, Any]) -> str:
 def _check_kinds(raw: Mapping[str, Any]) -> None:
     """Refuse values whose JSON type is not the one that the functions below rely on."""
     objects = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "speculators_config")
-    for name in (*objects, "verifier"):
+    for name in (*objects, "verifier", "auto_map"):
         if not isinstance(raw.get(name, None), Mapping | None):
             raise ValueError(f"{name}={brief(raw[name])} in config.json must be an object. Correct the file.")
     lists = {"architectures": str, "layer_types": str, "target_layer_ids": int, "aux_hidden_state_layer_ids": int}
@@ -304,8 +304,8 @@ def _depth_of(raw: Mapping[str, Any], ids: list[int] | None) -> int | None:
         return depth
     if depth is not None and depth != count:
         raise ValueError(
-            f"num_target_layers={count} is neither the number of target_layer_ids={brief(ids)} nor equal to "
-            f"target_num_hidden_layers={depth}, as it must be. Correct config.json."
+            f"num_target_layers={brief(count)} is neither the number of target_layer_ids={brief(ids)} nor equal to "
+            f"target_num_hidden_layers={brief(depth)}, as it must be. Correct config.json."
         )
     return count
 
@@ -364,8 +364,8 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     draft_vocab_size = raw.get("draft_vocab_size")
     if draft_vocab_size not in (None, geometry["vocab_size"]) and geometry["vocab_size"] is not None:
         raise ValueError(
-            f"draft_vocab_size={draft_vocab_size} differs from the target's {geometry['vocab_size']}. A reduced draft "
-            "vocabulary (d2t) is not implemented. Use a draft with the full vocabulary."
+            f"draft_vocab_size={brief(draft_vocab_size)} differs from the target's {brief(geometry['vocab_size'])}. A "
+            "reduced draft vocabulary (d2t) is not implemented. Use a draft with the full vocabulary."
         )
     layers = _layers(inner, {}, geometry["num_hidden_layers"])
     by_type = {kind == "sliding_attention" for kind in layers["layer_types"]}
@@ -440,8 +440,8 @@ def _check_mask_token(values: Mapping[str, Any]) -> None:
         token_ids = values.get(name)
         if mask is not None and mask in (token_ids if isinstance(token_ids, list) else [token_ids]):
             raise ValueError(
-                f"mask_token_id={mask} in the draft's config.json is also its {name}, but a mask token must not occur "
-                "in text. Pass mask_token_id= to use it nevertheless, or correct the file."
+                f"mask_token_id={brief(mask)} in the draft's config.json is also its {name}, but a mask token must "
+                "not occur in text. Pass mask_token_id= to use it nevertheless, or correct the file."
             )
 
 

@@ -41,7 +41,7 @@ ROPE_TYPES = {
     "yarn": ("factor",),
 }
 # Larger than in any model. The limits keep a damaged or hostile file from allocating all memory.
-MAX_SIZE, MAX_LAYERS, MAX_BLOCK_SIZE, MAX_ROPE_THETA = 2**26, 2**10, 2**10, 1e30
+MAX_SIZE, MAX_LAYERS, MAX_BLOCK_SIZE, MAX_ROPE_THETA = 2**26, 2**10, 2**10, 1e15
 # The smallest and the largest value of an integer field. Token ids begin at 0 and all other fields at 1.
 INTEGER_LIMITS = {
     "num_hidden_layers": (1, MAX_LAYERS),
@@ -70,6 +70,8 @@ DRAFT_ONLY = {
 # Values that transformers keeps beside the fields of a configuration.
 BASE_FIELDS: dict[str, tuple[type, ...]] = {
     "architectures": (list, NoneType),
+    "attn_implementation": (str, dict, NoneType),
+    "auto_map": (dict, NoneType),
     "chunk_size_feed_forward": (int,),
     "dtype": (str, torch.dtype, NoneType),
     "id2label": (dict, NoneType),
@@ -77,8 +79,12 @@ BASE_FIELDS: dict[str, tuple[type, ...]] = {
     "label2id": (dict, NoneType),
     "output_hidden_states": (bool, NoneType),
     "problem_type": (str, NoneType),
+    "quantization_config": (dict, NoneType),
     "return_dict": (bool, NoneType),
+    "torch_dtype": (str, torch.dtype, NoneType),
 }
+# Values of other models that transformers interprets when a configuration is made.
+REFUSED_NAMES = ("attribute_map", "num_labels", "per_layer_config")
 
 
 def brief(value: Any) -> str:
@@ -321,7 +327,8 @@ class DFlashConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._check_types(kwargs)
+        self._check_types()
+        self._check_others(kwargs)
         self.rope_parameters = self._merge_rope(self.rope_parameters, kwargs)
         if self.target_layer_ids is None:
             if self.target_num_hidden_layers is None:
@@ -338,7 +345,13 @@ class DFlashConfig(PreTrainedConfig):
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         self._check_values()
-        super().__post_init__(**kwargs)
+        try:
+            super().__post_init__(**kwargs)
+        except (AttributeError, TypeError) as error:  # a value that transformers interprets, such as num_labels
+            raise ValueError(
+                f"One of {brief(sorted(kwargs))} in the configuration is of a wrong type ({brief(str(error))}). "
+                "Remove it."
+            ) from error
 
     @classmethod
     def register_format_reader(cls, reader: FormatReader) -> None:
@@ -579,12 +592,8 @@ class DFlashConfig(PreTrainedConfig):
         )
         return draft_config
 
-    def _check_types(self, others: Mapping[str, Any]) -> None:
-        """
-        Raise a `ValueError` for a value of a wrong type or size, before transformers raises a class of its own.
-
-        `others` are the values of a file that are no fields. They become attributes and must not hide a method.
-        """
+    def _check_types(self) -> None:
+        """Raise a `ValueError` for a field of a wrong type or size, before transformers raises a class of its own."""
         for name, hint in inspect.get_annotations(DFlashConfig, eval_str=True).items():
             if get_origin(hint) is ClassVar:
                 continue
@@ -606,19 +615,23 @@ class DFlashConfig(PreTrainedConfig):
             if int in kinds:
                 for number in value if isinstance(value, list) else [value]:
                     self._check_integer(name, value, number)
+
+    def _check_others(self, others: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` for a value that is no field, and that transformers or a reader cannot work with."""
         for name, types in BASE_FIELDS.items():
-            if not isinstance(getattr(self, name, None), types):
+            value = others.get(name, getattr(self, name, None))
+            if not isinstance(value, types):
                 names = " or ".join("None" if kind is NoneType else kind.__name__ for kind in types)
-                raise ValueError(f"{name}={brief(getattr(self, name))} must be {names}. Change the value.")
+                raise ValueError(f"{name}={brief(value)} must be {names}. Change the value.")
+            is_dtype = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+            if name.endswith("dtype") and isinstance(value, str) and not is_dtype:
+                raise ValueError(f"{name}={brief(value)} must be a dtype of torch, such as 'bfloat16'. Change it.")
         if not all(isinstance(name, str) for name in self.architectures or []):
             raise ValueError(f"architectures={brief(self.architectures)} must be a list of str. Change the value.")
-        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(
-                f"dtype={brief(self.dtype)} must be a dtype of torch, such as 'bfloat16'. Change the value."
-            )
-        for name in others:
+        for name in sorted(others.keys() - {"rope_theta"}):  # They become attributes and must not hide a method.
             known = getattr(type(self), name, None)
-            if callable(known) or name in ("attribute_map", "per_layer_config", "quantization_config"):
+            is_fixed = isinstance(known, property) and known.fset is None
+            if callable(known) or is_fixed or (name in REFUSED_NAMES and others[name] is not None):
                 raise ValueError(
                     f"{brief(name)} is a value of the configuration, but a draft's configuration cannot hold one of "
                     "this name. Remove it."
@@ -627,8 +640,8 @@ class DFlashConfig(PreTrainedConfig):
     @staticmethod
     def _check_integer(name: str, value: Any, number: Any) -> None:
         """Raise a `ValueError` for an integer, alone or in a list of token ids, that is out of range."""
-        if number is None or (isinstance(number, bool) and not isinstance(value, list)):
-            return
+        if not isinstance(value, list) and type(number) is not int:
+            return  # of another type that the field allows
         minimum, maximum = INTEGER_LIMITS.get(name, (0 if name.endswith("_token_id") else 1, MAX_SIZE))
         if type(number) is not int or not minimum <= number <= maximum:
             rule = f"from {minimum} to {maximum}" if type(number) is not int else f"at least {minimum}"
