@@ -804,11 +804,11 @@ def num_embedding_rows(embedding: Any) -> int | None:
     Args:
         embedding (`nn.Module`): The input embedding of a target, whose weight may be packed or in another module.
     """
+    weight = getattr(embedding, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+        return weight.shape[0]
     rows = getattr(embedding, "num_embeddings", None)
-    if not isinstance(rows, int):
-        weight = getattr(embedding, "weight", None)
-        rows = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
-    return rows
+    return rows if isinstance(rows, int) else None
 
 
 def residual_streams(text_config: PreTrainedConfig) -> str | None:

@@ -670,11 +670,9 @@ class TargetModules:
     @property
     def widths(self) -> tuple[int | None, int | None]:
         """`tuple`: width of the embedding vectors and of the states that the head takes, where the modules tell it."""
-        embedding, head = self.embedding, self.head
-        width = getattr(embedding, "embedding_dim", None)
-        if width is None and (weight := plain_weight(embedding)) is not None:
-            width = weight.shape[1]
-        return width, getattr(head, "in_features", width)
+        weight = plain_weight(self.embedding)
+        width = getattr(self.embedding, "embedding_dim", None) if weight is None else weight.shape[1]
+        return width, getattr(self.head, "in_features", width)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
         return self
