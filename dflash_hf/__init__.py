@@ -1,4 +1,4 @@
-"""DFlash for Hugging Face: block-parallel draft models that make a language model answer several times sooner."""
+"""DFlash for Hugging Face: block-parallel draft models for speculative decoding."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
-from dflash_hf import DFlashDraftModel, speculative_generate
+from dflash_hf import DFlashConfig, DFlashDraftModel, speculative_generate
 from dflash_hf.checkpoints.io import save_in_layout
+from dflash_hf.checkpoints.read_layouts import native_values
 from dflash_hf.data.chat_template import chat_inputs
 from dflash_hf.data.prompts import read_prompts
 from dflash_hf.target.demo import prepare_demo_target
@@ -154,22 +155,29 @@ def prompt_ids() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def own_passes(trained_folder, prompt_ids) -> dict[torch.dtype, list[list[int]]]:
     """Return the tokens that each pass of our loop commits to each response, with a chain of the trained block."""
-    passes: dict[torch.dtype, list[list[int]]] = {torch.float32: [], torch.bfloat16: []}
-    for dtype, answers in passes.items():
-        target = AutoModelForCausalLM.from_pretrained(prepare_demo_target(), dtype=dtype).eval()
-        draft = DFlashDraftModel.from_pretrained(trained_folder, dtype=dtype, target=target)
-        for ids in prompt_ids:
-            output = speculative_generate(
-                target,
-                draft,
-                input_ids=torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids)),
-                do_sample=False,
-                max_new_tokens=MAX_NEW_TOKENS,
-            )
-            answers += output.statistics.committed
-        assert mean_length(answers) > 1.2
+    passes = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        passes[dtype] = committed_tokens(trained_folder, prompt_ids, dtype)
+        assert mean_length(passes[dtype]) > 1.2
     return passes
+
+
+def committed_tokens(folder: Path, prompt_ids: list[list[int]], dtype: torch.dtype) -> list[list[int]]:
+    """Return the tokens that each pass of our loop commits to the response to each prompt."""
+    target = AutoModelForCausalLM.from_pretrained(prepare_demo_target(), dtype=dtype).eval()
+    draft = DFlashDraftModel.from_pretrained(folder, dtype=dtype, target=target)
+    answers: list[list[int]] = []
+    for ids in prompt_ids:
+        output = speculative_generate(
+            target,
+            draft,
+            input_ids=torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),
+            do_sample=False,
+            max_new_tokens=MAX_NEW_TOKENS,
+        )
+        answers += output.statistics.committed
+    return answers
 
 
 def mean_length(answers: list[list[int]]) -> float:
@@ -194,7 +202,7 @@ def exported_folder(trained_folder, tmp_path_factory) -> Any:
 def run_vllm(prompt_ids, tmp_path) -> Any:
     interpreter = worker_interpreter("DFLASH_HF_VLLM_PYTHON", "vLLM")
 
-    def run(draft: Path | None, dtype: str, **options: bool) -> dict[str, Any]:
+    def run(draft: Path | None, dtype: str, **options: Any) -> dict[str, Any]:
         request = {
             "target": str(prepare_demo_target()),
             "draft": None if draft is None else str(draft),
@@ -243,12 +251,52 @@ def test_vllm_gives_the_same_fp32_text_with_and_without_a_draft_and_accepts_in_e
     plain = run_vllm(None, "float32")
     drafted = run_vllm(exported_folder("serving", torch.float32), "float32", use_each_layers_k_norm=True)
     assert sum(map(list.__ne__, plain["token_ids"], drafted["token_ids"])) <= 1
-    num_other = 0
-    for accepted, committed in zip(drafted["accepted"], own_passes[torch.float32], strict=True):
+    assert num_answers_in_other_passes(drafted["accepted"], own_passes[torch.float32]) <= 1
+
+
+def num_answers_in_other_passes(accepted_by_vllm: list[list[int]], own_answers: list[list[int]]) -> int:
+    """Count the responses in one of whose passes vLLM accepted another number of drafted tokens than our loop."""
+    count = 0
+    for accepted, committed in zip(accepted_by_vllm, own_answers, strict=True):
         # our last pass ends with the answer, and so does the list of ours where one token alone was left
-        num_other += [count + 1 for count in accepted[: len(committed) - 1]] != committed[:-1]
+        count += [number + 1 for number in accepted[: len(committed) - 1]] != committed[:-1]
         assert len(committed) > 8
-    assert num_other <= 1
+    return count
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100000.0, "original_max_position_embeddings": 2048}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "causal layers": {"is_causal": True},
+    "sliding layers": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 32, "is_causal": False},
+    "causal sliding layers": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 32},
+    "YaRN": {"rope_parameters": YARN},
+    "Llama-3 angles": {"rope_parameters": {**LLAMA3, **{k: v for k, v in YARN.items() if "original" in k}}},
+    "biases": {"attention_bias": True},
+}
+
+
+@pytest.mark.consumers
+@pytest.mark.parametrize("name", VARIANTS)
+def test_vllm_runs_drafts_with_other_layers_in_the_passes_of_our_loop(
+    name, run_vllm, trained_folder, prompt_ids, own_passes, tmp_path
+):
+    """The trained weights accept other tokens under another configuration, and so vLLM must have applied it."""
+    trained = DFlashDraftModel.from_pretrained(trained_folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    draft = DFlashDraftModel(DFlashConfig(**{**native_values(trained.config.to_dict()), **VARIANTS[name]}))
+    missing, unexpected = draft.load_state_dict(trained.state_dict(), strict=False)
+    assert not unexpected
+    for bias in missing:
+        torch.nn.init.normal_(draft.get_parameter(bias), std=0.2)
+    folder = save_in_layout(draft, tmp_path / "variant-DFlash", "serving", dtype=torch.float32)
+    own_answers = committed_tokens(folder, prompt_ids[:3], torch.float32)
+    assert mean_length(own_answers) > 1.1
+    assert num_answers_in_other_passes(
+        [[count - 1 for count in committed] for committed in own_passes[torch.float32][:3]], own_answers
+    )
+    drafted = run_vllm(folder, "float32", prompts=prompt_ids[:3], use_each_layers_k_norm=True)
+    assert num_answers_in_other_passes(drafted["accepted"], own_answers) == 0
 
 
 @pytest.mark.consumers

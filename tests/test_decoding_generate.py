@@ -296,3 +296,14 @@ def test_the_host_waits_once_a_pass(name, num_sequences, settings, monkeypatch):
     assert {lists for lists, _ in per_pass} == {1}
     assert {scalars for _, scalars in per_pass} == {0}
     assert output.statistics.num_verify_passes > 3
+
+
+def test_a_cache_of_an_earlier_call_gives_wrong_text_in_the_loop_of_transformers(target, draft):
+    """README.md names it as a limit of transformers 5.24. When this test fails, the limit is gone."""
+    settings = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+    native = {"assistant_model": draft, "speculation_type": "dflash"}
+    first = target.generate(torch.tensor([[5, 9, 11, 3]]), **settings, **native)
+    longer = torch.cat([first.sequences, torch.tensor([[7, 8, 9]])], dim=1)
+    plain = target.generate(longer, **settings).sequences
+    assert torch.equal(target.generate(longer, **settings, **native).sequences, plain)
+    assert not torch.equal(target.generate(longer, **settings, **native, cache=first.cache).sequences, plain)

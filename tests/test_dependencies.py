@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 USER_EXTRAS = ("demo", "server")  # the others are for development
 
-# Imported on request only, from a repository that is not on a package index
+# Imported on request only, and installed by hand, because it pins other versions of what this package needs
 NOT_DECLARED = {"dflash"}
 # Declared for another library: transformers reads the GGUF file of the demo target with gguf
 NOT_IMPORTED = {"gguf"}

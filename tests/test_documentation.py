@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -16,6 +17,9 @@ import torch
 import typer
 import yaml
 from conftest import make_draft
+from decoding_pairs import FAMILIES as DECODED_FAMILIES
+from decoding_pairs import STATE_SPACE
+from test_target_hidden_states import FAMILIES as READ_FAMILIES
 from transformers import AutoModelForCausalLM
 
 import dflash_hf
@@ -255,6 +259,68 @@ def test_commands_are_found_whatever_stands_before_them():
         "a | dflash-hf chat --draft d # dflash-hf no\ndflash-hf convert \\\n    a b && dflash-hf check b; dflash-hfx"
     )
     assert commands_in(text) == [["chat", "--draft", "d"], ["convert", "a", "b"], ["check", "b"]]
+
+
+def pytest_commands(path: Path) -> list[str]:
+    """Return the arguments of the `pytest` commands of a page that name tests."""
+    return re.findall(r"`pytest ([^`]*(?:-k|tests/test_[a-z])[^`]*)`", path.read_text())
+
+
+WITH_TESTS = sorted({command for page in PAGES for command in pytest_commands(page)})
+NOT_IN_THE_FAST_TIER = re.compile(r"mark\.(spawns|trains|families|real_model|consumers|cuda)\b")
+
+
+def fast_and_all_tests(file: Path) -> tuple[set[str], set[str]]:
+    """Return the names of the tests of a file that plain `pytest` runs, and of all."""
+    tree = ast.parse(file.read_text())
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    is_slow = any(
+        NOT_IN_THE_FAST_TIER.search(ast.unparse(node))
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    )
+    slow = {
+        node.name
+        for node in found
+        if is_slow or any(map(NOT_IN_THE_FAST_TIER.search, map(ast.unparse, node.decorator_list)))
+    }
+    return {node.name for node in found} - slow, {node.name for node in found}
+
+
+@pytest.mark.parametrize("command", WITH_TESTS)
+def test_a_pytest_command_of_a_page_selects_tests(command):
+    words = shlex.split(command)
+    files = [ROOT / word for word in words if word.startswith("tests/")] or sorted((ROOT / "tests").glob("test_*.py"))
+    names = set().union(*(fast_and_all_tests(file)["-m" in words] for file in files))
+    assert names
+    if "-k" in words:
+        for part in words[words.index("-k") + 1].split(" or "):
+            assert any(part in name for name in names), part
+
+
+def test_a_pytest_command_that_selects_nothing_would_be_found():
+    fast, every = fast_and_all_tests(ROOT / "tests" / "test_consumers.py")
+    assert any("muse_class" in name for name in fast)
+    assert not any("vllm" in name for name in fast)
+    assert any("vllm" in name for name in every)
+    assert len(WITH_TESTS) >= 5
+
+
+def family_key(name: str) -> str:
+    """Return a name of a family without spelling: `OLMo 2` and `Olmo2` are one."""
+    return re.sub(r"text|[^a-z0-9]", "", name.lower())
+
+
+@pytest.mark.parametrize(
+    ("line", "families"),
+    [("targets, decoding", DECODED_FAMILIES | STATE_SPACE), ("targets, hidden states", READ_FAMILIES)],
+)
+def test_the_families_in_the_readme_are_those_of_the_tests(line, families):
+    (cell,) = re.findall(rf"^\| {line}[^|]*\|[^|]*\|([^|]*)\|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    cell = cell.split("the same of ")[-1].split("tiny random models of ")[-1].split(":")[0]
+    cell = re.sub(r"Qwen3 \(dense, MoE, Next\)", "Qwen3, Qwen3-MoE, Qwen3-Next", cell)
+    named = {family_key(name) for name in re.sub(r"\([^)]*\)", "", cell).split(",")}
+    assert named == {family_key(name) for name in families}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

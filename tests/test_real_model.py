@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,20 @@ def test_fp32_greedy_answers_of_our_own_loop_are_the_plain_ones_in_a_batch(demo_
                 assert best - second < 1e-4
                 num_ties += 1
     assert num_ties <= 1
+
+
+def test_prepare_prints_what_the_first_guide_shows(tmp_path):
+    root = Path(__file__).parent.parent
+    guide = (root / "docs" / "first_draft.md").read_text()
+    shown = guide.split("it prints:\n\n```\n")[1].split("```")[0]
+    command = [sys.executable, "-m", "dflash_hf", "prepare", "--target", str(prepare_demo_target())]
+    command += ["--dataset", "dflash_hf/demo_data/maths", "--out", str(tmp_path / "prepared")]
+    command += ["--max-length", "2048", "--eval-rows", "32"]
+    result = subprocess.run(
+        command, cwd=root, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, check=True
+    )
+    assert [line.split() for line in shown.splitlines()] == [
+        line.split()
+        for line in result.stdout.splitlines()
+        if line.startswith((" rows read", " train:", " validation:"))
+    ]
