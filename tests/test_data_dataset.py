@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 from dflash_hf.data import dataset as dataset_module
 from dflash_hf.data import labels
 from dflash_hf.data.collator import DFlashCollator
-from dflash_hf.data.dataset import PreparedStream, prepare_dataset
-from dflash_hf.data.labels import tokenize_row
+from dflash_hf.data.dataset import PreparedStream, prepare_dataset, prepare_rows
+from dflash_hf.data.labels import convert_row, tokenize_row
 from dflash_hf.data.packing import pack_dataset
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
@@ -140,7 +140,7 @@ def test_counts_of_dropped_and_truncated_rows_are_said_again_when_they_come_out_
     results, lines = [], []
     for expected_calls in (3, 0):
         calls = []
-        monkeypatch.setattr(dataset_module, "tokenize_row", counted(tokenize_row, calls))
+        monkeypatch.setattr(dataset_module, "convert_row", counted(convert_row, calls))
         caplog.clear()
         dataset = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path))
         results.append(list(prepare_dataset(dataset, tokenizer, max_length=24)))
@@ -365,3 +365,128 @@ def test_batches_of_five_lengths_have_one_shape_if_padded_to_a_multiple(side):
         batch = collate([row])
         assert batch["input_ids"].shape == (1, 32)
         assert batch["input_ids"][batch["token_valid_mask"]].tolist() == row["input_ids"]
+
+
+LIMITS = {"max_length": 9, "forbidden_token_id": 96, "num_embeddings": 97}
+PREPARED = {"input_ids": [1, 2, 3], "supervised_mask": [False, True, True], "sample_id": 4}
+
+
+@pytest.mark.parametrize("make", [datasets.Dataset.from_list, list])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"input_ids": [1, 2, 96]}, r"Row 1 \(sample_id 4\) of the train set contains the mask token 96"),
+        ({"input_ids": [1, 2, 500]}, "contains token 500, and the token ids of the target are 0 … 96"),
+        ({"input_ids": [1, 2, -1]}, "contains token -1"),
+        ({"supervised_mask": [True, True]}, "supervised_mask has 2 entries for 3 input_ids"),
+        ({"sample_id": -1}, "sample_id is -1"),
+    ],
+)
+def test_rows_with_a_supervised_mask_are_checked_like_any_row(make, changes, words):
+    """A row with a `supervised_mask` skipped every check, and failed or was learned wrongly in the middle of a run."""
+    with pytest.raises(ValueError, match=words):
+        prepare_rows(make([PREPARED, {**PREPARED, **changes}]), tokenizer=None, **LIMITS)
+
+
+def test_rows_with_a_supervised_mask_are_truncated_and_dropped_like_any_row(caplog):
+    from transformers.utils import logging
+
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
+    long = {"input_ids": [1] * 12, "supervised_mask": [True] * 12, "sample_id": 5}
+    silent = {"input_ids": [1, 2], "supervised_mask": [False, False], "sample_id": 6}
+    rows = prepare_rows(datasets.Dataset.from_list([PREPARED, long, silent]), tokenizer=None, **LIMITS)
+    assert [len(ids) for ids in rows["input_ids"]] == [3, 9]
+    assert "1 of 3 rows were dropped (1 without supervised tokens), and 1 of the others were truncated" in caplog.text
+    with pytest.raises(ValueError, match="has no usable row: 1 rows were read, and 1 were without supervised tokens"):
+        prepare_rows(datasets.Dataset.from_list([silent]), tokenizer=None, **LIMITS)
+
+
+def test_right_prepared_rows_are_used_as_they_are():
+    rows = datasets.Dataset.from_list([{**PREPARED, "length": 3}])
+    assert prepare_rows(rows, tokenizer=None, **LIMITS) is rows
+    without_ids = prepare_rows(rows.remove_columns("sample_id"), tokenizer=None, **LIMITS)
+    assert list(without_ids) == [{**PREPARED, "sample_id": 0}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"input_ids": [1, 2, 96]}, "of which one contains the mask token 96"),
+        ({"input_ids": [1, 2, 500]}, "of which one contains token 500"),
+        ({"supervised_mask": [True]}, "of which one has a supervised_mask of another length"),
+        ({"segment_ids": [0]}, "of which one has a segment_ids of another length"),
+        ({"sample_id": 2**60}, "of which one has a sample_id outside"),
+        ({name: values * 4 for name, values in PREPARED.items() if name != "sample_id"} | {"segment_ids": [0] * 12},
+         "of which one has 12 tokens, and max_length=9"),
+        ({"supervised_mask": [False] * 3}, None),
+        ({"supervised_mask": [0, 1, 1]}, "lists of bools in supervised_mask"),
+    ],
+)  # fmt: skip
+def test_packed_rows_are_checked_too(changes, words):
+    row = {**PREPARED, "segment_ids": [0, 0, 1]}
+    rows = [{**row, **changes}] if words and "bools" in words else [row, {**row, **changes}]
+    packed = datasets.Dataset.from_list(rows)
+    if words is None:
+        assert prepare_rows(packed, tokenizer=None, is_packed=True, **LIMITS) is packed
+        with pytest.raises(ValueError, match="no packed row has a supervised token"):
+            prepare_rows(packed.select([1]), tokenizer=None, is_packed=True, **LIMITS)
+        return
+    with pytest.raises(ValueError, match=words):
+        prepare_rows(packed, tokenizer=None, is_packed=True, **LIMITS)
+
+
+REFUSAL = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+
+
+def test_a_trainer_drops_rows_that_the_template_refuses_and_counts_them(tokenizer, caplog):
+    """A trainer refused the whole set at the first such row, and `prepare` dropped them."""
+    from transformers.utils import logging
+
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
+    tokenizer.chat_template = REFUSAL + tokenizer.chat_template
+    system = {"role": "system", "content": "Be brief."}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    alien = {"conversations": [{"from": "alien", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [system, USER, ANSWER]}, {"messages": [USER, call]}, alien]
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    for source in (rows, stream):
+        caplog.clear()
+        prepared = prepare_rows(source, tokenizer=tokenizer, max_length=90, is_repeated=False)
+        assert len(list(prepared)) == 1
+        last = caplog.records[-1].message
+        assert "3 of 4 rows were dropped" in last
+        assert "2 refused by the chat template, 1 without readable messages" in last
+        assert "The first refusal is of row 1: The chat template refuses the conversation: no system" in last
+    with pytest.raises(ValueError, match=r"no usable row: 1 rows.*1 were without readable.*from 'alien'"):
+        prepare_dataset([alien], tokenizer, max_length=90)
+
+
+@pytest.mark.parametrize(("name", "value"), [("reasoning_content", "hm"), ("thinking", "hm"), ("name", "Bob")])
+def test_keys_of_messages_that_the_template_ignores_are_counted(tokenizer, caplog, name, value):
+    """The thinking of `reasoning_content` was dropped in silence where the template does not read it."""
+    from transformers.utils import logging
+
+    logging.get_logger("dflash_hf.data.dataset").propagate = True
+    rows = [{"messages": [USER, {**ANSWER, name: value}]}, {"messages": [{**USER, name: ""}, ANSWER]}]
+    prepare_dataset(rows, tokenizer, max_length=90)
+    assert caplog.records[-1].message.endswith(f"so nothing of them is learned: {name} (1 rows).")
+    caplog.clear()
+    tokenizer.chat_template = tokenizer.chat_template.replace("}}<|end|>", f"}}}}{{{{ message.{name} }}}}<|end|>")
+    prepare_dataset(rows, tokenizer, max_length=90)
+    assert not caplog.records
+
+
+def test_rows_that_no_column_can_hold_together_are_prepared_from_a_list(tokenizer):
+    """Arrow refuses a column with texts and lists, and makes a null of a key that another row lacks."""
+    parts = {"role": "user", "content": [{"type": "text", "text": "2+2?"}]}
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [parts, ANSWER]}, {"input_ids": [1, 2, 3]}]
+    first, second, _ = prepare_dataset(rows, tokenizer, max_length=90)["input_ids"]
+    assert first == second
+
+
+def test_half_a_surrogate_pair_is_learned_as_a_replacement_character(tokenizer):
+    broken, mended = (
+        {"messages": [USER, {"role": "assistant", "content": f"It is {x}."}]} for x in ("\ud83d", "\ufffd")
+    )
+    first, second = prepare_dataset([broken, mended], tokenizer, max_length=90)["input_ids"]
+    assert first == second

@@ -18,10 +18,11 @@ from datasets import Json, List, Value
 from dflash_hf import DFlashDraftModel
 from dflash_hf.data import prepared_folder
 from dflash_hf.data.chat_template import ChatTemplateError
-from dflash_hf.data.labels import TokenizedRow, read_row
+from dflash_hf.data.labels import read_row
 from dflash_hf.data.prepare import prepare_for_training
 from dflash_hf.data.prompt_check import check_prompt
 from dflash_hf.data.settings import PreparationSettings
+from dflash_hf.data.token_rows import TokenizedRow
 from dflash_hf.target.loading import TargetText
 
 THOUGHT = "<think>\nhm\n</think>\n\nIt is 4."
@@ -573,7 +574,7 @@ def test_ctrl_c_writes_nothing(run, prepared_target, tmp_path, monkeypatch, num_
         time.sleep(0.2)
         return read_row(*args, **kwargs)
 
-    monkeypatch.setattr("dflash_hf.data.prepare.read_row", read_and_press)
+    monkeypatch.setattr("dflash_hf.data.prepare.read_or_drop", read_and_press)
     processes = [] if num_proc is None else ["--num-proc", num_proc]
     code, stdout, _ = run(
         "prepare", "--target", prepared_target, "--dataset", rows, "--out", tmp_path / "out", *processes
@@ -594,7 +595,7 @@ def test_a_report_of_version_0_1_0_is_read_with_the_present_names(tmp_path):
         "prompt_mismatches": {"a date": 1}, "train": 3,
     }  # fmt: skip
     new = prepared_folder.make_report(prepare([chat("1?")]), {})
-    assert set(new["rows"]) == {*read["rows"], "validation"}
+    assert set(new["rows"]) == {*read["rows"], "validation", "ignored_message_keys"}
 
 
 def test_a_folder_is_replaced_whole_or_stays(tmp_path, monkeypatch):

@@ -18,9 +18,7 @@ TRAINING_SEED = 42  # the default of transformers.TrainingArguments, whose impor
 
 
 def inspect(
-    data: Annotated[
-        str, typer.Argument(help="Rows as for train --dataset: a JSON-lines or Parquet file, a folder or a Hub name.")
-    ],
+    data: Annotated[str, typer.Argument(help="Rows as for train --dataset: a data file, a folder or a Hub name.")],
     target: Annotated[str, typer.Option(help="Hub name or folder of the target. Its weights are not read.")],
     rows: Annotated[int, typer.Option(help="Number of rows to show: the first ones that training keeps.")] = 3,
     row: Annotated[

@@ -25,7 +25,7 @@ SHOWN_MISMATCHES = 3
 def prepare(
     target: Annotated[str, typer.Option(help="Hub name or folder of the target. Only its tokenizer is loaded.")],
     dataset: Annotated[
-        str, typer.Option(help="Rows: a JSON-lines or Parquet file, a folder of regenerate, or a Hub name.")
+        str, typer.Option(help="Rows: a data file (JSON lines, CSV, Parquet …), a folder, or a Hub name.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write. It appears when it is complete.")],
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hub data set.")] = None,
@@ -141,7 +141,11 @@ def _report_table(report: Mapping[str, Any]) -> Table:
             "continues; --split-turns makes rows of them)",
             f"{rows['unsupervised_turns']:,}",
         )
-    for label, name in (("refused", "refused"), ("prompt differs", "prompt_mismatches")):
+    for label, name in (
+        ("refused", "refused"),
+        ("prompt differs", "prompt_mismatches"),
+        ("not rendered by the chat template, so not learned: the key of messages", "ignored_message_keys"),
+    ):
         for reason, count in rows[name].items():
             table.add_row(f"[yellow]{label}:[/] {escape(reason)}", f"{count:,}")
     for name, counts in tokens.items():
@@ -166,6 +170,6 @@ def _number(text: str) -> float:
 
 
 def _version(rows: datasets.Dataset) -> str:
-    """Return a hash of the files from which the rows were read, which changes when the files change."""
-    files = [Path(file["filename"]).parts[-4:] for file in rows.cache_files]
-    return json_digest([len(rows), files])
+    """Return a hash of the files from which the rows were read, or of rows in memory, which changes with the rows."""
+    files: list[Any] = [Path(file["filename"]).parts[-4:] for file in rows.cache_files]
+    return json_digest([len(rows), files or list(rows)])

@@ -26,7 +26,7 @@ def regenerate(
     prompts: Annotated[
         str,
         typer.Option(
-            help="JSON-lines or Parquet file, folder or Hub data set with a column messages, turns, prompt or text.",
+            help="Data file, folder or Hub data set with a column messages, turns, prompt or text.",
             rich_help_panel=PROMPTS,
         ),
     ],

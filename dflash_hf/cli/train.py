@@ -34,7 +34,7 @@ class DraftAndDataArguments(DraftFieldArguments):
     dataset: str | None = field(
         default=None,
         metadata={
-            "help": "Training rows: a Hub name, a JSON-lines or Parquet file, or a folder of prepare or regenerate "
+            "help": "Training rows: a Hub name, a data file, or a folder of prepare or regenerate "
             "(required). Rows that prepare held out are used for evaluation unless eval_dataset or eval_rows is set."
         },
     )

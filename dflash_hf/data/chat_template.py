@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,17 @@ _CONTENT_MARK = "\ue000content\ue001"
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
 _LEADING_OPENING = re.compile(r"\A\s*<think>\s*")
 _EMPTY_THINKING = re.compile(r"\s*(?:<think>\s*)?</think>\s*")
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# Keys of assistant messages with which other training software leaves messages out of the loss
+LOSS_KEYS = ("weight", "train", "training", "loss")
+# Texts that stand for a content or for the arguments of a tool call, to see what a template makes of them
+_PROBE, _PROBE_TEXT, _PROBE_ARGUMENTS = "dflash-probe", '{"dflash_probe": "x"}', {"dflash_probe": "x"}
+_MAY_LOOP_OVER_CONTENT = re.compile(r"\bin\s[^%}]*content")
+
+
+# Templates raise errors of their own, and expressions in them those of Python: they add values of different types,
+# index or convert texts; transformers (5.24) raises a ValueError for tools that are no mappings
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class ChatTemplateError(ValueError):
@@ -120,7 +131,7 @@ class ChatRenderer:
                 add_generation_prompt=add_generation_prompt,
                 **self.template_kwargs,
             )
-        except (jinja2.TemplateError, TypeError) as error:  # a TypeError: the template adds values of different types
+        except _TEMPLATE_ERRORS as error:
             raise ChatTemplateError(f"The chat template refuses the conversation: {error}") from error
         return str(text)
 
@@ -132,6 +143,114 @@ class ChatRenderer:
             ChatTemplateError: The template refuses the messages.
         """
         return encode(self.tokenizer, self.render(history, add_generation_prompt=True))
+
+    def adapt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """
+        Give messages the form that the template renders: arguments of tool calls and contents, as texts or not.
+
+        Arguments are JSON text in requests and responses of servers. A template that serialises them gets mappings,
+        since it would escape text, and a template that writes them as they are gets text. Contents in text parts
+        become texts, unless the template loops over the parts.
+
+        Args:
+            messages (`list[dict]`): A conversation whose contents are texts, lists of text parts, or missing.
+
+        Returns:
+            `list[dict]`: The same conversation. Serving gives the template such messages, too.
+
+        Raises:
+            ChatTemplateError: The template serialises arguments, and a tool call has a text that is not JSON.
+        """
+        return self._with_contents(self._with_arguments(messages))
+
+    def ignored_keys(self, messages: list[dict[str, Any]]) -> tuple[str, ...]:
+        """
+        Find keys of messages that the template does not render.
+
+        A key is ignored if the last message that has it is rendered in the same way without it, at the end of the
+        conversation.
+
+        Args:
+            messages (`list[dict]`): A conversation that the template renders.
+
+        Returns:
+            `tuple[str, ...]`: Sorted names.
+        """
+        last = {
+            name: index
+            for index, message in enumerate(messages)
+            for name, value in message.items()
+            if name not in ("role", "content", *LOSS_KEYS) and value not in (None, "", [], {})
+        }
+        ignored = []
+        for name, index in last.items():
+            *history, message = messages[: index + 1]
+            without = {key: value for key, value in message.items() if key != name}
+            text = self._render_or_none([*history, message])
+            if text is not None and text == self._render_or_none([*history, without]):
+                ignored.append(name)
+        return tuple(sorted(ignored))
+
+    def _render_or_none(self, messages: list[dict[str, Any]]) -> str | None:
+        """Render messages, or return None if the template refuses them."""
+        try:
+            return self.render(messages)
+        except ChatTemplateError:
+            return None
+
+    def _with_arguments(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose tool calls have arguments in the form that the template renders."""
+        arguments = [
+            _function(call).get("arguments") for message in messages for call in message.get("tool_calls", ())
+        ]
+        if not arguments:
+            return messages
+        text = self._render_or_none(_with_all_arguments(messages, lambda _: _PROBE_TEXT)) or ""
+        if _PROBE_TEXT not in text:
+            return _with_all_arguments(messages, _parsed_arguments)
+        if all(isinstance(value, str) for value in arguments):
+            return messages
+        text = self._render_or_none(_with_all_arguments(messages, lambda _: _PROBE_ARGUMENTS)) or ""
+        if text and str(_PROBE_ARGUMENTS) not in text:
+            return messages  # the template renders both
+        return _with_all_arguments(
+            messages, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        )
+
+    def _with_contents(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose contents are texts or parts, whichever the template renders."""
+        texts = [_with_content(message, content_text(message.get("content"))) for message in messages]
+        in_parts = [index for index, message in enumerate(messages) if isinstance(message.get("content"), list)]
+        if in_parts and self._render_or_none(messages) != self._render_or_none(texts):
+            messages = [
+                message if index in in_parts and self._loops_over_parts(texts, index) else texts[index]
+                for index, message in enumerate(messages)
+            ]
+        else:
+            messages = texts
+        if not _MAY_LOOP_OVER_CONTENT.search(str(self.tokenizer.chat_template)):
+            return messages
+        rendered = self._render_or_none(
+            [_with_content(message, f"{_PROBE}-{index}-") for index, message in enumerate(texts)]
+        )
+        return [
+            _with_content(message, [{"type": "text", "text": message["content"]}])
+            if isinstance(message.get("content"), str)
+            and f"{_PROBE}-{index}-" not in (rendered or "")
+            and self._loops_over_parts(texts, index)
+            else message
+            for index, message in enumerate(messages)
+        ]
+
+    def _loops_over_parts(self, texts: list[dict[str, Any]], index: int) -> bool:
+        """Return whether the template renders the text of a part of a message, and not the part itself."""
+        with_text, with_part = (
+            self._render_or_none([*texts[:index], {**texts[index], "content": content}, *texts[index + 1 :]])
+            for content in (_PROBE, [{"type": "text", "text": _PROBE}])
+        )
+        if with_part is None or _PROBE not in with_part:
+            return False
+        return with_part == with_text or _PROBE not in (with_text or "")
 
     def split_completion(self, messages: list[dict[str, Any]], is_truncated: bool = False) -> RenderedCompletion:
         """
@@ -157,6 +276,7 @@ class ChatRenderer:
         prompt = self.render(history, add_generation_prompt=True)
         full_text = self.render(messages)
         content = message.get("content")
+        said = content_text(content)
         is_verbatim = isinstance(content, str) and bool(content.strip()) and not _reasoning(message)
         _check_tool_calls(message, full_text)
         if is_verbatim and not is_truncated and full_text.startswith(prompt + str(content)):
@@ -166,7 +286,7 @@ class ChatRenderer:
         if is_verbatim and is_truncated and opening and "</think>" not in str(content):  # truncated while thinking
             return RenderedCompletion(prompt, "", _without_opening(str(content), opening))
         marked_text = self.render([*history, {"role": message["role"], "content": _CONTENT_MARK}])
-        has_thinking = bool(_reasoning(message)) or (isinstance(content, str) and "think>" in content)
+        has_thinking = bool(_reasoning(message)) or "think>" in said
         completion = self._after_prompt(full_text, marked_text, history, prompt, opening)
         if completion is None and not has_thinking:
             raise ChatTemplateError(
@@ -188,7 +308,7 @@ class ChatRenderer:
         block = _EMPTY_THINKING.match(completion)
         inserted = block.group() if block else ""
         completion = completion[len(inserted) :]
-        last_text = str(content or _reasoning(message) or "").strip()
+        last_text = str(said or _reasoning(message) or "").strip()
         if is_truncated and not message.get("tool_calls") and last_text in completion:
             completion = completion[: completion.rindex(last_text) + len(last_text)]
         return RenderedCompletion(prompt, inserted, completion)
@@ -220,13 +340,60 @@ class ChatRenderer:
 
 def _check_tool_calls(message: Mapping[str, Any], full_text: str) -> None:
     """Raise an error if the template omits a tool call of the message."""
-    names = [(call.get("function") or call).get("name") for call in message.get("tool_calls") or ()]
+    names = [_function(call).get("name") for call in message.get("tool_calls") or ()]
     for name in names:
         if str(name) not in full_text:
             raise ChatTemplateError(
                 f"The chat template does not render tool calls, and the assistant message calls {name!r}. Remove such "
                 "rows, or pass rows of `input_ids` with `loss_mask`."
             )
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a content, which is a text, a list of text parts, or None."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+def _with_content(message: dict[str, Any], content: Any) -> dict[str, Any]:
+    """Return a message with another content. A message without content is returned as it is."""
+    return message if message.get("content") is None else {**message, "content": content}
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the name and the arguments of a tool call, which has them in `function` or by itself."""
+    return call.get("function") or call
+
+
+def _with_all_arguments(messages: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return messages with converted arguments of all tool calls."""
+
+    def converted(call: Mapping[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return {**call, "function": converted(call["function"])}
+        return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else dict(call)
+
+    return [
+        {**message, "tool_calls": [converted(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _parsed_arguments(arguments: Any) -> Any:
+    """Return the mapping of arguments in JSON text. Other arguments are returned as they are."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (json.JSONDecodeError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ChatTemplateError(
+            f"The chat template serialises the arguments of tool calls, and a call has the text {arguments[:80]!r}, "
+            "which is not a JSON object. Correct the text, or remove the row."
+        )
+    return parsed
 
 
 def _from_content(prompt: str, lead: str, content: str, tail: str) -> RenderedCompletion:
@@ -248,7 +415,7 @@ def _without_opening(content: str, opening: str) -> str:
 
 def _reasoning(message: Mapping[str, Any]) -> Any:
     """Return the thinking of a message that has it in a field of its own."""
-    return next((message[name] for name in _REASONING_FIELDS if message.get(name)), None)
+    return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
 
 
 def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:

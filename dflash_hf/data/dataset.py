@@ -17,8 +17,12 @@ from transformers.utils import logging
 
 from ..blocks.plan import MAX_SAMPLE_ID
 from ..files import digest_number
-from .labels import tokenize_row
+from .chat_template import ChatTemplateError
+from .conversations import UnreadableRowError
+from .labels import convert_row, read_converted_row, warn_of_unlearned_text
 from .packing import pack_dataset, pack_stream
+from .prepared_rows import are_trainable, check_packed_rows
+from .token_rows import TokenizedRow
 
 logger = logging.get_logger(__name__)
 
@@ -27,6 +31,8 @@ PREPARED_COLUMNS = ("input_ids", "supervised_mask", "sample_id", "segment_ids")
 # Reasons to drop a row. They complete the sentence "3 rows were …".
 UNSUPERVISED = "without supervised tokens"
 TOO_LONG = "without supervised tokens within max_length"
+REFUSED = "refused by the chat template"
+UNREADABLE = "without readable messages or texts"
 
 _FEATURES = datasets.Features(
     {
@@ -35,15 +41,18 @@ _FEATURES = datasets.Features(
         "sample_id": datasets.Value("int64"),
         "drop_reason": datasets.Value("string"),
         "is_truncated": datasets.Value("bool"),
+        "refusal": datasets.Value("string"),
+        "ignored_keys": datasets.List(datasets.Value("string")),
     }
 )
+_COUNTED = ("drop_reason", "is_truncated", "refusal", "ignored_keys")
 
 
 def prepare_rows(
     dataset: Any, *, max_length: int, is_packed: bool = False, is_repeated: bool = True, **kwargs: Any
 ) -> datasets.Dataset | PreparedStream:
     """
-    Prepare the data set of a trainer. Rows that are already prepared are not changed.
+    Prepare the data set of a trainer. Rows that are already prepared are checked, and not changed if they are right.
 
     Args:
         dataset (`datasets.Dataset`, `datasets.IterableDataset` or a sequence of rows):
@@ -75,7 +84,15 @@ def prepare_rows(
             "datasets.Dataset or datasets.IterableDataset, or a sequence of rows. Choose a split of a DatasetDict, "
             "or make a stream with datasets.IterableDataset.from_generator."
         )
-    if "supervised_mask" not in (getattr(dataset, "column_names", None) or ()):
+    columns = set(getattr(dataset, "column_names", None) or ())
+    limits: dict[str, Any] = {
+        "max_length": max_length,
+        "forbidden_token_id": kwargs.get("forbidden_token_id"),
+        "num_embeddings": kwargs.get("num_embeddings"),
+    }
+    if "segment_ids" in columns:
+        check_packed_rows(dataset, description=kwargs.get("description", "train"), **limits)
+    elif "supervised_mask" not in columns or not are_trainable(dataset, **limits):
         dataset = prepare_dataset(dataset, max_length=max_length, **kwargs)
     if is_packed and "segment_ids" not in dataset.column_names:
         dataset = pack_dataset(dataset, max_length, **messages)
@@ -110,25 +127,28 @@ def prepare_dataset(
     Raises:
         ValueError: No row is left, or a row breaks a rule of [`prepare_row`].
     """
-    if not isinstance(dataset, datasets.Dataset):
-        rows = list(dataset)
-        names = dict.fromkeys(name for row in rows for name in row)
-        # datasets 5.2: `from_list` reads the columns of the first row only
-        dataset = datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
     counts = _RowCounts(description, max_length)
     if not len(dataset):
         raise counts.no_usable_row()
-    dataset = dataset.with_format(None)
-    converted = dataset.map(
-        partial(prepare_row, tokenizer=tokenizer, max_length=max_length, description=description, **kwargs),
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        features=_FEATURES,
-        desc=f"Tokenising {description}",
+    prepare: Callable[..., dict[str, Any]] = partial(
+        prepare_row, tokenizer=tokenizer, max_length=max_length, description=description, **kwargs
     )
+    if isinstance(dataset, datasets.Dataset):
+        dataset = dataset.with_format(None)
+        converted = dataset.map(
+            prepare,
+            with_indices=True,
+            remove_columns=dataset.column_names,
+            features=_FEATURES,
+            desc=f"Tokenising {description}",
+        )
+    else:  # the rows may have forms that no column of a data set can hold together, such as texts and lists
+        converted = datasets.Dataset.from_list(
+            [prepare(row, index) for index, row in enumerate(dataset)], features=_FEATURES
+        )
     # The rows are counted from the columns, so that a result from the cache of `map` is counted too
-    for drop_reason, is_truncated in zip(converted["drop_reason"], converted["is_truncated"], strict=True):
-        counts.add(drop_reason, is_truncated)
+    for values in zip(*(converted[name] for name in _COUNTED), strict=True):
+        counts.add(dict(zip(_COUNTED, values, strict=True)))
     if counts.num_affected and not is_quiet:
         logger.warning(str(counts))
     if not counts.num_kept:
@@ -142,7 +162,7 @@ def prepare_dataset(
             "Rows with equal ids and masks train on the same anchors in a step. Give each row an id of its own, or "
             "remove the column."
         )
-    return converted.remove_columns(["drop_reason", "is_truncated"])
+    return converted.remove_columns(list(_COUNTED))
 
 
 def prepare_row(
@@ -179,7 +199,9 @@ def prepare_row(
 
     Returns:
         `dict`: `input_ids`, `supervised_mask`, `sample_id`, `drop_reason` (empty if a block can be trained on the
-        row) and `is_truncated` (whether the row was longer than `max_length`).
+        row), `is_truncated` (whether the row was longer than `max_length`), `refusal` (why its messages cannot be
+        read or rendered, which is a reason to drop it; empty otherwise) and `ignored_keys` (keys of its messages that
+        the template does not render).
 
     Raises:
         ValueError: The row breaks a rule. The message names the row, its id and the rule.
@@ -188,15 +210,16 @@ def prepare_row(
     name = f"Row {index} (sample_id {sample_id!r}) of the {description} set"
     try:
         check_sample_id(sample_id)
-        full_ids, full_mask = tokenize_row(
-            row, tokenizer, max_length=None, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs
+        _, tokenized, reason, refusal = read_or_drop(
+            row, tokenizer, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs
         )
+        full_ids, full_mask = tokenized.input_ids, tokenized.supervised_mask
         check_token_ids(full_ids, num_embeddings)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    warn_of_unlearned_text(tokenized, of_keys=False)
     ids, mask = full_ids[:max_length], full_mask[:max_length]
-    reason = ""
-    if not any(mask[1:]):
+    if not reason and not any(mask[1:]):
         reason = TOO_LONG if any(full_mask[1:]) else UNSUPERVISED
     if not reason and forbidden_token_id in ids:
         raise ValueError(
@@ -209,7 +232,42 @@ def prepare_row(
         "sample_id": sample_id,
         "drop_reason": reason,
         "is_truncated": len(full_ids) > max_length,
+        "refusal": refusal,
+        "ignored_keys": list(tokenized.ignored_keys),
     }
+
+
+def read_or_drop(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], TokenizedRow, str, str]:
+    """
+    Tokenise a row, or say why it is dropped: its messages cannot be read, or the chat template refuses them.
+
+    Args:
+        row, tokenizer, eos_token_ids, chat_template_kwargs:
+            The arguments of [`read_row`].
+
+    Returns:
+        `tuple[dict, TokenizedRow, str, str]`: The row as [`convert_row`] returns it (empty if it cannot), the same row
+        tokenised (empty if it is dropped), the reason to drop it in the words of counts, and the error in full.
+
+    Raises:
+        ValueError: The row breaks another rule of [`read_row`].
+    """
+    converted: dict[str, Any] = {}
+    try:
+        converted = convert_row(row, tokenizer, chat_template_kwargs)
+        tokenized = read_converted_row(
+            converted, tokenizer, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs
+        )
+    except (ChatTemplateError, UnreadableRowError) as error:
+        reason = REFUSED if isinstance(error, ChatTemplateError) else UNREADABLE
+        return converted, TokenizedRow([], []), reason, str(error)
+    return converted, tokenized, "", ""
 
 
 def check_sample_id(sample_id: Any) -> None:
@@ -313,37 +371,40 @@ class PreparedStream(torch.utils.data.IterableDataset):
         """Yield the usable rows of the source and count all rows."""
         for index, row in enumerate(source):
             prepared = self._prepare(row, index)
-            drop_reason, is_truncated = prepared.pop("drop_reason"), prepared.pop("is_truncated")
-            counts.add(drop_reason, is_truncated)
+            facts = {name: prepared.pop(name) for name in _COUNTED}
+            is_affected = counts.add(facts)
             is_power_of_ten = str(counts.num_affected).rstrip("0") == "1"
-            if (drop_reason or is_truncated) and is_logged and is_power_of_ten:
+            if is_affected and is_logged and is_power_of_ten:
                 logger.warning(str(counts))  # at the 1st, 10th, 100th … row: early in a long stream, and seldom later
-            if not drop_reason:
+            if not facts["drop_reason"]:
                 if row.get("sample_id") is None:
                     prepared["sample_id"] = content_id(prepared["input_ids"], prepared["supervised_mask"])
                 yield prepared
 
 
 class _RowCounts:
-    """Counts of the dropped, truncated and kept rows of a set."""
+    """Counts of the dropped, truncated and kept rows of a set, and of rows of which not everything is learned."""
 
     def __init__(self, description: str, max_length: int) -> None:
         self.description, self.max_length = description, max_length
-        self.num_rows = self.num_truncated = 0
+        self.num_rows = self.num_truncated = self.num_affected = 0
         self.dropped: Counter[str] = Counter()
+        self.ignored_keys: Counter[str] = Counter()
+        self.first_refusal = ""
 
-    def add(self, drop_reason: str, is_truncated: bool) -> None:
-        """Count one row."""
+    def add(self, facts: Mapping[str, Any]) -> bool:
+        """Count one row from its `_COUNTED` values, and return whether something happened to it."""
+        if facts["drop_reason"]:
+            self.dropped[facts["drop_reason"]] += 1
+            if facts["refusal"] and not self.first_refusal:
+                self.first_refusal = f" The first refusal is of row {self.num_rows}: {facts['refusal']}"
+        else:
+            self.num_truncated += facts["is_truncated"]
+            self.ignored_keys.update(facts["ignored_keys"])
         self.num_rows += 1
-        if drop_reason:
-            self.dropped[drop_reason] += 1
-        elif is_truncated:
-            self.num_truncated += 1
-
-    @property
-    def num_affected(self) -> int:
-        """`int`: rows that were dropped or truncated."""
-        return self.dropped.total() + self.num_truncated
+        is_affected = bool(facts["drop_reason"] or facts["is_truncated"] or facts["ignored_keys"])
+        self.num_affected += is_affected
+        return is_affected
 
     @property
     def num_kept(self) -> int:
@@ -352,10 +413,16 @@ class _RowCounts:
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-        return (
+        text = (
             f"The {self.description} set: {self.dropped.total()} of {self.num_rows} rows were dropped"
             f"{f' ({reasons})' if reasons else ''}, and {self.num_truncated} of the others were truncated at "
-            f"max_length={self.max_length}."
+            f"max_length={self.max_length}.{self.first_refusal}"
+        )
+        if not self.ignored_keys:
+            return text
+        keys = ", ".join(f"{name} ({count} rows)" for name, count in self.ignored_keys.most_common())
+        return (
+            f"{text} The chat template does not render these keys of messages, so nothing of them is learned: {keys}."
         )
 
     def no_usable_row(self) -> ValueError:
@@ -363,5 +430,5 @@ class _RowCounts:
         reasons = ", ".join(f"{count} were {reason}" for reason, count in self.dropped.items())
         return ValueError(
             f"The {self.description} set has no usable row: {self.num_rows} rows were read, and "
-            f"{reasons or 'the set is empty'}. Pass rows with completions, or raise max_length."
+            f"{reasons or 'the set is empty'}.{self.first_refusal} Pass rows with completions, or raise max_length."
         )

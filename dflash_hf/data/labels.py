@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,27 +14,18 @@ from .chat_template import (
     RenderedCompletion,
     encode,
     shared_length,
-    without_nulls,
 )
+from .conversations import (
+    CONVERSATION_COLUMNS,
+    as_messages,
+    carries_loss,
+    parse_row,
+    parse_template_kwargs,
+    parse_tools,
+)
+from .token_rows import TOKEN_COLUMNS, TokenizedRow, read_token_row
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenizedRow:
-    """
-    A tokenised row that is not truncated.
-
-    Args:
-        input_ids (`list[int]`): The tokens of the row.
-        supervised_mask (`list[bool]`): True at the tokens that the target itself would write.
-        unsupervised_turns (`tuple[int, ...]`): Positions in `messages` of assistant turns that carry no loss, since
-            the template renders them differently once the conversation continues.
-    """
-
-    input_ids: list[int]
-    supervised_mask: list[bool]
-    unsupervised_turns: tuple[int, ...] = ()
 
 
 def tokenize_row(
@@ -56,11 +46,12 @@ def tokenize_row(
 
     Args:
         row (`Mapping`):
-            A row in one of three forms. With `messages`, a conversation, every assistant turn is supervised. With
+            A row in one of three forms. With `messages` or `conversations`, every assistant turn is supervised. With
             `prompt` and `completion`, texts or lists of messages, the completion is supervised. With `input_ids` the
-            optional `loss_mask` (in prepared rows `supervised_mask`) marks the supervised tokens, and all tokens are
-            supervised without it. If `finish_reason` is `"length"`, the last completion is truncated, so that no end
-            of turn is learned there. `tools` and `chat_template_kwargs` are passed to the chat template.
+            masks and labels beside them mark the supervised tokens, and all tokens are supervised without them; see
+            [`read_token_row`]. If `finish_reason` is `"length"`, the last completion is truncated, so that no end of
+            turn is learned there. `tools` and `chat_template_kwargs` are passed to the chat template. [`parse_row`]
+            has the forms of messages.
         tokenizer (`PreTrainedTokenizerBase`):
             The tokenizer of the target. Rows of `input_ids` do not need it.
         max_length (`int`, *optional*):
@@ -74,17 +65,34 @@ def tokenize_row(
         `tuple[list[int], list[bool]]`: The token ids, and a mask that is True at the tokens that carry loss.
 
     Raises:
-        ValueError: The columns are unknown, `input_ids` is not a flat list of integers, or the chat template refuses
-            the row or renders it so that the last completion cannot be found.
+        ValueError: The columns are unknown, `input_ids` is not a flat list of integers, a mask does not fit to them,
+            the messages cannot be read, or the chat template refuses the row or renders it so that the last
+            completion cannot be found.
     """
     tokenized = read_row(row, tokenizer, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs)
+    warn_of_unlearned_text(tokenized)
+    return tokenized.input_ids[:max_length], tokenized.supervised_mask[:max_length]
+
+
+def warn_of_unlearned_text(tokenized: TokenizedRow, *, of_keys: bool = True) -> None:
+    """
+    Warn, once in a process, of assistant turns without loss and of keys that the chat template does not render.
+
+    Args:
+        tokenized ([`TokenizedRow`]): A row.
+        of_keys (`bool`, defaults to `True`): Whether to warn of keys, which callers may count instead.
+    """
     if tokenized.unsupervised_turns:
         logger.warning_once(
             "The chat template renders earlier assistant turns differently once a conversation continues, for example "
             "without their thinking. Such turns are context and carry no loss. To train on them, pass each "
             "conversation up to such a turn as a row of its own, as dflash-hf prepare --split-turns does."
         )
-    return tokenized.input_ids[:max_length], tokenized.supervised_mask[:max_length]
+    if tokenized.ignored_keys and of_keys:
+        logger.warning_once(
+            f"The chat template does not render {', '.join(tokenized.ignored_keys)} of a message, so that nothing of "
+            "it is learned. Rename such keys to those that the template reads, or remove them."
+        )
 
 
 def read_row(
@@ -105,22 +113,86 @@ def read_row(
         [`TokenizedRow`]
 
     Raises:
-        ValueError: See [`tokenize_row`]. It is a [`ChatTemplateError`] if the chat template is the cause.
+        ValueError: See [`tokenize_row`]. It is a [`ChatTemplateError`] if the chat template is the cause, and an
+            [`UnreadableRowError`] if the texts or messages are.
+    """
+    return read_converted_row(
+        convert_row(row, tokenizer, chat_template_kwargs),
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+
+
+def convert_row(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """
+    Convert the messages of a row to the form that the chat template renders.
+
+    Args:
+        row, tokenizer, chat_template_kwargs:
+            The arguments of [`tokenize_row`].
+
+    Returns:
+        `dict`: The row as [`parse_row`] returns it, with arguments of tool calls and contents as
+        [`ChatRenderer.adapt`] returns them.
+
+    Raises:
+        ValueError: See [`read_row`].
+    """
+    parsed = parse_row(row)
+    if tokenizer is None or not tokenizer.chat_template or messages_of(parsed) is None:
+        return parsed
+    renderer = row_renderer(parsed, tokenizer, chat_template_kwargs)
+    if "messages" in parsed:
+        return {**parsed, "messages": renderer.adapt(parsed["messages"])}
+    count = len(parsed["prompt"])
+    messages = renderer.adapt([*parsed["prompt"], *parsed["completion"]])
+    return {**parsed, "prompt": messages[:count], "completion": messages[count:]}
+
+
+def read_converted_row(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> TokenizedRow:
+    """
+    Tokenise a row from [`convert_row`].
+
+    Args:
+        row, tokenizer, eos_token_ids, chat_template_kwargs:
+            The arguments of [`read_row`].
+
+    Returns:
+        [`TokenizedRow`]
+
+    Raises:
+        ValueError: See [`read_row`].
     """
     if row.get("input_ids") is not None:
-        return _from_input_ids(row)
+        return read_token_row(row)
+    _check_has_no_token_columns(row)
     if tokenizer is None:
         raise ValueError("The row has text, and text needs a tokenizer. Pass processing_class=tokenizer.")
     is_truncated = row.get("finish_reason") == "length"
     turn_tokenizer = _TurnTokenizer(tokenizer, eos_token_ids)
-    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str) and row.get("messages") is None:
-        rendered = RenderedCompletion(row["prompt"], "", row["completion"])
-        return _join(*turn_tokenizer.tokenize(rendered, is_truncated))
+    if row.get("messages") is None and isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+        return _join(*turn_tokenizer.tokenize_texts(row["prompt"], row["completion"], is_truncated))
     messages, first_supervised = conversation_of(row)
     if not messages:
         return TokenizedRow([], [])
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "The row has messages, and the tokenizer has no chat template to render them. Pass `prompt` and "
+            "`completion` texts, or `input_ids`, or a target with a chat template."
+        )
     renderer = row_renderer(row, tokenizer, chat_template_kwargs)
-    turns = [turn for turn in assistant_turns(messages) if turn >= first_supervised]
+    turns = [turn for turn in supervised_turns(messages) if turn >= first_supervised]
     if not turns:
         ids = encode(tokenizer, renderer.render(messages))
         return TokenizedRow(ids, [False] * len(ids))
@@ -132,42 +204,52 @@ def read_row(
         for turn in earlier
         if not _supervise_turn(tokenized, rendered.prompt, renderer, turn_tokenizer, messages[: turn + 1])
     ]
-    return TokenizedRow(tokenized.input_ids, tokenized.supervised_mask, tuple(unsupervised))
+    return TokenizedRow(
+        tokenized.input_ids,
+        tokenized.supervised_mask,
+        tuple(unsupervised),
+        renderer.ignored_keys(messages[: last + 1]),
+    )
+
+
+def _check_has_no_token_columns(row: Mapping[str, Any]) -> None:
+    """Raise an error if a row without tokens has a column of values for each token."""
+    found = [name for name in TOKEN_COLUMNS if row.get(name) is not None]
+    if found:
+        raise ValueError(
+            f"The row has {', '.join(found)} and no input_ids, to which they belong. Add the tokens, or remove the "
+            "columns."
+        )
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """
-    Return the messages of a row, without nulls, and the position of the first that may be supervised.
+    Return the messages of a row, and the position of the first that may be supervised.
 
     Raises:
-        ValueError: The columns are unknown, or a message has no role.
+        ValueError: The columns are unknown, or a message cannot be read.
     """
-    if row.get("messages") is not None:
-        messages, first_supervised = list(row["messages"]), 0
-    elif row.get("prompt") is not None and row.get("completion") is not None:
-        messages, first_supervised = [*row["prompt"], *row["completion"]], len(row["prompt"])
-    else:
-        raise ValueError(
-            f"The row has the columns {sorted(row)}, and a row needs `messages`, or `prompt` and `completion`, or "
-            "`input_ids`. Rename the columns."
-        )
-    for message in messages:
-        if not isinstance(message, Mapping) or message.get("role") is None:
-            raise ValueError(
-                f"A message of the row is {message!r}, and a message must be a mapping with `role` and `content`. "
-                "Correct the message."
-            )
-    return without_nulls(messages), first_supervised
+    parsed = parse_row(row)
+    if "messages" in parsed:
+        return parsed["messages"], 0
+    if "prompt" in parsed and "completion" in parsed and not isinstance(parsed["prompt"], str):
+        return [*parsed["prompt"], *parsed["completion"]], len(parsed["prompt"])
+    raise ValueError(
+        f"The row has the columns {sorted(parsed)}, and a row needs `messages`, or `prompt` and `completion`, or "
+        "`input_ids`. Rename the columns."
+    )
 
 
 def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """
-    Return the messages of a row, without nulls, or None if the row has text or tokens only.
+    Return the messages of a row, or None if the row has text or tokens only.
 
     Raises:
         ValueError: See [`conversation_of`].
     """
-    if row.get("messages") is None and not isinstance(row.get("completion"), (list, tuple)):
+    is_text = isinstance(row.get("completion"), str) and as_messages(row["completion"]) is None
+    has_messages = any(row.get(name) is not None for name in CONVERSATION_COLUMNS)
+    if not has_messages and (is_text or row.get("completion") is None):
         return None
     return conversation_of(row)[0]
 
@@ -175,6 +257,11 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def assistant_turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the positions of the assistant turns of a conversation."""
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def supervised_turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the positions of the assistant turns that no key, such as `weight`, leaves out of the loss."""
+    return [index for index in assistant_turns(messages) if carries_loss(messages[index])]
 
 
 def row_renderer(
@@ -191,8 +278,8 @@ def row_renderer(
     Returns:
         [`ChatRenderer`]
     """
-    own = without_nulls(row.get("chat_template_kwargs") or {})
-    return ChatRenderer(tokenizer, without_nulls(row.get("tools")), {**(chat_template_kwargs or {}), **own})
+    own = parse_template_kwargs(row.get("chat_template_kwargs") or {})
+    return ChatRenderer(tokenizer, parse_tools(row.get("tools")), {**(chat_template_kwargs or {}), **own})
 
 
 def unsupervised_turns(
@@ -215,7 +302,7 @@ def unsupervised_turns(
     """
     mask = tokenized.supervised_mask
     messages, _ = conversation_of(row)
-    turns = assistant_turns(messages)
+    turns = supervised_turns(messages)
     num_ranges = sum(is_in and not was_in for was_in, is_in in zip([False, *mask[:-1]], mask, strict=True))
     if num_ranges >= len(turns):
         return ()
@@ -243,10 +330,10 @@ def split_turns(row: Mapping[str, Any], turns: Sequence[int]) -> Iterator[dict[s
     Yields:
         `dict`: Rows in which only the last message, an assistant turn, is supervised.
     """
-    not_shared = {"messages", "input_ids", "loss_mask", "finish_reason", "sample_id"}
-    shared = {name: value for name, value in row.items() if name not in not_shared}
+    not_shared = {"messages", "prompt", "completion", "input_ids", *TOKEN_COLUMNS, "finish_reason", "sample_id"}
+    messages, _ = conversation_of(row)
+    shared = {name: value for name, value in parse_row(row).items() if name not in not_shared}
     for turn in turns:
-        messages = list(row["messages"])
         yield {**shared, "prompt": messages[:turn], "completion": [messages[turn]]}
 
 
@@ -266,6 +353,30 @@ class _TurnTokenizer:
         if end is None:
             return prompt_ids, completion_ids, len(completion_ids)
         return (prompt_ids, completion_ids[:end], end) if is_truncated else (prompt_ids, completion_ids, end + 1)
+
+    def tokenize_texts(self, prompt: str, completion: str, is_truncated: bool) -> tuple[list[int], list[int], int]:
+        """
+        Tokenise texts that no template has rendered: the tokens of the prompt are those of `tokenizer(prompt)`.
+
+        The prompt begins with the special tokens that the tokenizer adds before a text. Those that it adds after a
+        text are left out, since the completion follows.
+        """
+        prompt_ids, completion_ids, num_written = self.tokenize(
+            RenderedCompletion(prompt, "", completion), is_truncated
+        )
+        return self._added_before(prompt or completion or "a") + prompt_ids, completion_ids, num_written
+
+    def _added_before(self, text: str) -> list[int]:
+        """Return the special tokens that the tokenizer adds before a text."""
+        alone, added = encode(self.tokenizer, text), list(self.tokenizer(text)["input_ids"])
+        starts = range(len(added) - len(alone) + 1)
+        num_before = next((start for start in starts if added[start : start + len(alone)] == alone), None)
+        if num_before is None:
+            raise ChatTemplateError(
+                "The tokenizer gives a text other tokens when it adds special tokens, so that the prompt of serving "
+                "cannot be continued. Pass rows of `input_ids` with `loss_mask`, as the target read and wrote them."
+            )
+        return added[:num_before]
 
     def _continue(self, prompt_ids: list[int], prompt: str, completion: str) -> list[int]:
         """
@@ -340,31 +451,3 @@ def _supervise_turn(
         return False
     tokenized.supervised_mask[start : start + num_equal] = [True] * num_equal
     return True
-
-
-def _from_input_ids(row: Mapping[str, Any]) -> TokenizedRow:
-    """Read a row that has its tokens, and its mask if it has one."""
-    ids = _as_list(row["input_ids"])
-    for token in ids:
-        if type(token) is not int:
-            raise ValueError(
-                f"The row's input_ids contain {token!r}, and they must be a flat list of integers. Convert the column."
-            )
-    if row.get("segment_ids") is not None:
-        raise ValueError(
-            "The row is packed, and packed rows are only accepted in a datasets.Dataset. Pass the documents, and set "
-            "packing=True."
-        )
-    given = row.get("loss_mask") if row.get("loss_mask") is not None else row.get("supervised_mask")
-    mask = [True] * len(ids) if given is None else [bool(keep) for keep in given]
-    if len(mask) != len(ids):
-        raise ValueError(
-            f"The row's loss_mask has {len(mask)} entries for {len(ids)} input_ids, and the lengths must be equal. "
-            "Correct the column."
-        )
-    return TokenizedRow(ids, mask)
-
-
-def _as_list(values: Any) -> list[Any]:
-    """Return a list of Python numbers from a list, an array or a tensor."""
-    return values.tolist() if hasattr(values, "tolist") else list(values)

@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import gzip
+import importlib
+import json
+import lzma
+import zlib
 from pathlib import Path
+from typing import Any
 
 import datasets
 
 from ..files import JOURNAL, SETTINGS
+from .text import without_lone_surrogates
+
+_KINDS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+READ_FILES = f"{', '.join(_KINDS)}, each also with {', '.join(_COMPRESSIONS)}"
+_TEXT_KINDS = ("json", "csv", "text")
+_CHUNK_BYTES = 2**24
+_READ_ERRORS = (
+    datasets.exceptions.DatasetGenerationError,
+    OSError,
+    EOFError,  # a compressed file that ends early
+    ImportError,  # a compression whose package is not installed
+    ValueError,  # text in another encoding
+    lzma.LZMAError,
+    zlib.error,
+)
 
 
 def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
     """
     Load rows from a local file, a local folder or the Hub.
 
+    A name that is a local file, or that ends like a data file, is never looked up on the Hub.
+
     Args:
-        name (`str`): The path of a `.json`, `.jsonl` or `.parquet` file or of a folder of such files, or a Hub name.
+        name (`str`):
+            The path of a JSON, JSON-lines, CSV, TSV, text, Parquet or Arrow file, which may be compressed, or of a
+            folder of such files, or a Hub name. All values of CSV and TSV files are texts, except a `sample_id`. A
+            text file has a row with the column `text` for each line.
         config (`str`, *optional*): The configuration of a Hub data set.
         split (`str`): The split of a Hub data set or of a folder.
 
@@ -23,31 +61,144 @@ def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
 
     Raises:
         FileNotFoundError: The name has the suffix of a data file, and there is no such file.
-        ValueError: A file cannot be parsed, or the folder has files that belong to no split, or it has completions
+        ValueError: A file cannot be read, or the folder has files that belong to no split, or it has completions
             that an interrupted `regenerate` has not written into a shard yet.
     """
     path = Path(name)
-    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(path.suffix)
+    if path.is_file() or (data_suffix(path) and not path.is_dir()):
+        return _load_file(path)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return _load_from_disk(path, split)
     if path.is_dir():
         _check_journal_is_empty(path)
         if not (path / "README.md").is_file():  # a data-set card may itself declare which files hold the rows
-            _check_every_file_is_in_a_split(path, config)
-        kind = None
-    elif kind is not None:
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"The data file {name} does not exist. Pass a JSON-lines or Parquet file, or a Hub name."
-            )
-        if path.stat().st_size == 0:
-            raise ValueError(f"The data file {name} is empty. Pass a file with rows.")
+            _check_files_of_folder(path, config)
     try:
-        if kind is None:
-            return datasets.load_dataset(name, config, split=split)
-        return datasets.load_dataset(kind, data_files=name, split="train")
+        return datasets.load_dataset(name, config, split=split)
     except datasets.exceptions.DatasetGenerationError as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        source = f"The data file {name} cannot be read as {kind}" if kind else f"The rows of {name} cannot be read"
-        raise ValueError(f"{source}: {reason}") from error
+        raise ValueError(f"The rows of {name} cannot be read: {_reason(error)}") from error
+
+
+def data_suffix(path: Path) -> str:
+    """
+    Return the end of a file's name that says that it holds rows.
+
+    Args:
+        path (`Path`): The path or the name of a file.
+
+    Returns:
+        `str`: For example `".jsonl"` or `".jsonl.gz"`, in the letter case of the name; empty for any other name.
+    """
+    compression = path.suffix if path.suffix.lower() in _COMPRESSIONS else ""
+    kind = Path(path.name.removesuffix(compression)).suffix
+    return kind + compression if kind.lower() in _KINDS else ""
+
+
+def _kind(suffix: str) -> str | None:
+    """Return the kind of a suffix from [`data_suffix`], or None if it is empty."""
+    return _KINDS.get(f".{suffix.lower().split('.')[1]}") if suffix else None
+
+
+def _load_file(path: Path) -> datasets.Dataset:
+    """Load the rows of a local file."""
+    suffix = data_suffix(path)
+    if not suffix:
+        raise ValueError(f"The file {path} is of no kind that is read: {READ_FILES}. Rename or convert it.")
+    if not path.is_file():
+        raise FileNotFoundError(f"The data file {path} does not exist. Pass one of {READ_FILES}, or a Hub name.")
+    if path.stat().st_size == 0:
+        raise ValueError(f"The data file {path} is empty. Pass a file with rows.")
+    kind = _kind(suffix)
+    options: dict[str, Any] = {}
+    if kind == "csv":
+        # An empty field is an empty text, and words such as "None" and "NA" are texts
+        options = {"sep": "\t" if ".tsv" in suffix.lower() else ",", "keep_default_na": False}
+    try:
+        if kind in _TEXT_KINDS:
+            _check_encoding(path)
+        rows = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+        return _with_texts(rows, path, options) if kind == "csv" else rows
+    except _READ_ERRORS as error:
+        reason = _reason(error)
+        if kind == "json" and "surrogate" in reason:
+            return _mended_json_lines(path)
+        raise ValueError(
+            f"The data file {path} cannot be read as {kind}: {reason}. Pass a whole file of one of the kinds "
+            f"{READ_FILES}; text files must be in UTF-8."
+        ) from error
+
+
+def _open(path: Path) -> Any:
+    """Open a file whose name says how it is compressed, and return a stream of its decompressed bytes."""
+    compression = path.suffix.lower()
+    if compression == ".gz":
+        return gzip.open(path)
+    if compression == ".bz2":
+        return bz2.open(path)
+    if compression == ".xz":
+        return lzma.open(path)
+    if compression == ".zst":
+        return importlib.import_module("zstandard").open(path)
+    return path.open("rb")
+
+
+def _check_encoding(path: Path) -> None:
+    """Raise an error if a text file is not in UTF-8, which pyarrow would notice at the first access to such a row."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with _open(path) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            decoder.decode(chunk)
+            if b"\0" in chunk:
+                raise ValueError("it has zero bytes, as UTF-16 has")
+        decoder.decode(b"", final=True)
+
+
+def _load_from_disk(folder: Path, split: str) -> datasets.Dataset:
+    """Load the rows of a folder that `save_to_disk` wrote."""
+    loaded = datasets.load_from_disk(str(folder))
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    if split not in loaded:
+        raise ValueError(
+            f"The folder {folder} has the splits {', '.join(loaded)}, and not {split!r}. Pass one of them."
+        )
+    return loaded[split]
+
+
+def _with_texts(rows: datasets.Dataset, path: Path, options: dict[str, Any]) -> datasets.Dataset:
+    """Read a CSV file again if pandas has taken texts such as `007` for numbers."""
+    columns = {
+        column: feature if column == "sample_id" else datasets.Value("string")
+        for column, feature in rows.features.items()
+    }
+    if columns == dict(rows.features):
+        return rows
+    return datasets.load_dataset(
+        "csv", data_files=str(path), split="train", features=datasets.Features(columns), **options
+    )
+
+
+def _mended_json_lines(path: Path) -> datasets.Dataset:
+    r"""Read JSON lines with escapes such as `\ud800`, half a pair of surrogates, which pyarrow refuses."""
+    rows = []
+    with _open(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(without_lone_surrogates(json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"The data file {path}, line {number}, is not JSON ({error.msg}). Write one JSON object on each "
+                    "line."
+                ) from error
+    return datasets.Dataset.from_list(rows)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the first cause of an error of `datasets`."""
+    cause = error.__cause__ or error
+    return (str(cause).splitlines() or [type(cause).__name__])[0].rstrip(".")
 
 
 def _check_journal_is_empty(folder: Path) -> None:
@@ -61,18 +212,21 @@ def _check_journal_is_empty(folder: Path) -> None:
         )
 
 
-def _check_every_file_is_in_a_split(folder: Path, config: str | None) -> None:
+def _check_files_of_folder(folder: Path, config: str | None) -> None:
     """
-    Raise an error if `datasets` would ignore a data file of the folder.
+    Raise an error if `datasets` would ignore a data file of the folder, or if a text file is not in UTF-8.
 
     datasets 5.2 assigns files to splits by their names. If one file name contains the name of a split, as
-    `gsm8k-train.jsonl` does, all files without such a name are ignored.
+    `gsm8k-train.jsonl` does, all files without such a name are ignored. Of several kinds of files it reads one.
     """
     splits: dict[str, list[str]] = dict(datasets.load_dataset_builder(str(folder), config).config.data_files or {})
     assigned = {Path(file) for files in splits.values() for file in files}
     suffixes = {file.suffix for file in assigned}
     ignored = [
-        file.name for file in sorted(folder.resolve().iterdir()) if file.suffix in suffixes and file not in assigned
+        file.name
+        for parent in sorted({file.parent for file in assigned})
+        for file in sorted(parent.iterdir())
+        if file not in assigned and (file.suffix in suffixes or _is_surely_of_rows(file))
     ]
     if ignored:
         found = "; ".join(
@@ -80,5 +234,20 @@ def _check_every_file_is_in_a_split(folder: Path, config: str | None) -> None:
         )
         raise ValueError(
             f"The folder {folder} has files that belong to no split: {', '.join(ignored)}. File names decide the "
-            f"split ({found}). Name all files after splits (train-1.jsonl, train-2.jsonl) or none, or pass one file."
+            f"split ({found}), and all files must be of one kind. Name all files after splits (train-1.jsonl, "
+            "train-2.jsonl) or none, or pass one file."
         )
+    for file in sorted(assigned):
+        if file.is_file() and _kind(data_suffix(file)) in _TEXT_KINDS:
+            try:
+                _check_encoding(file)
+            except _READ_ERRORS as error:
+                raise ValueError(
+                    f"The data file {file} cannot be read: {_reason(error)}. Text files must be in UTF-8."
+                ) from error
+
+
+def _is_surely_of_rows(file: Path) -> bool:
+    """Return whether a file has rows: notes and settings are often `.txt` and `.json` files."""
+    suffix = data_suffix(file)
+    return bool(suffix) and not suffix.startswith((".txt", ".json.")) and suffix != ".json"

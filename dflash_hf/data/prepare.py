@@ -17,16 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from ..files import digest_number
 from ..target.loading import TargetText
-from .chat_template import ChatTemplateError, without_nulls
-from .dataset import TOO_LONG, UNSUPERVISED, check_sample_id, check_token_ids, content_id
-from .labels import TokenizedRow, assistant_turns, messages_of, read_row, split_turns, unsupervised_turns
+from .conversations import CONVERSATION_COLUMNS, UnreadableRowError, parse_template_kwargs
+from .dataset import TOO_LONG, UNSUPERVISED, check_sample_id, check_token_ids, content_id, read_or_drop
+from .labels import assistant_turns, messages_of, split_turns, unsupervised_turns
 from .prompt_check import PromptMismatch, check_prompt
 from .settings import PreparationSettings
+from .token_rows import TokenizedRow
 
 # Reasons to drop a row. They complete the sentence "3 rows were …".
 OVER_LENGTH = "longer than max_length"
 NO_WHOLE_BLOCK = "without room for a whole block"
-REFUSED = "refused by the chat template"
 MISMATCHED = "with a prompt that differs from the chat template's"
 REPEATED = "with the prompt of an earlier row"
 IDENTICAL = "identical to an earlier row"
@@ -46,6 +46,7 @@ _FEATURES = datasets.Features(
         "drop_reason": datasets.Value("string"),
         "is_truncated": datasets.Value("bool"),
         "num_unsupervised_turns": datasets.Value("int64"),
+        "ignored_keys": datasets.List(datasets.Value("string")),
         "mismatch": datasets.Value("string"),
     }
 )
@@ -76,7 +77,10 @@ class PreparedRows:
         chat_template_kwargs (`dict`):
             The template arguments that all rows share. Arguments with different values are left out.
         mismatches (`list[dict]`):
-            The rows that the template refuses or whose prompt differs from the template's, with the reason.
+            The rows that cannot be read, that the template refuses or whose prompt differs from the template's, with
+            the reason.
+        ignored_keys (`dict[str, int]`):
+            The keys of messages that the chat template does not render, and in how many of the kept rows.
     """
 
     train: datasets.Dataset
@@ -88,6 +92,7 @@ class PreparedRows:
     num_unsupervised_turns: int
     chat_template_kwargs: dict[str, Any]
     mismatches: list[dict[str, Any]]
+    ignored_keys: dict[str, int]
 
 
 def prepare_for_training(
@@ -138,9 +143,11 @@ def prepare_for_training(
     dropped = dict(Counter(reason for reason in reasons if reason).most_common())
     if not kept:
         counts = ", ".join(f"{count} were {reason}" for reason, count in dropped.items())
+        refused = next((line for line in mismatches if line["is_refused"]), None)
+        first = f" The first refusal is of row {refused['row']}: {refused['reason']}" if refused else ""
         raise ValueError(
-            f"No usable row is left: {len(rows)} rows were read, and {counts}. Pass rows with completions, or raise "
-            "max_length."
+            f"No usable row is left: {len(rows)} rows were read, and {counts}.{first} Pass rows with completions, or "
+            "raise max_length."
         )
     train, evaluation = _split(converted, facts, kept, settings)
     return PreparedRows(
@@ -153,6 +160,7 @@ def prepare_for_training(
         num_unsupervised_turns=sum(facts["num_unsupervised_turns"][index] for index in kept),
         chat_template_kwargs=common_template_kwargs(rows, settings.chat_template_kwargs),
         mismatches=mismatches,
+        ignored_keys=dict(Counter(name for index in kept for name in facts["ignored_keys"][index]).most_common()),
     )
 
 
@@ -168,10 +176,18 @@ def common_template_kwargs(rows: datasets.Dataset, defaults: Mapping[str, Any]) 
         `dict`
     """
     own = rows["chat_template_kwargs"][:] if "chat_template_kwargs" in rows.column_names else [None]
-    all_kwargs = [{**defaults, **without_nulls(kwargs or {})} for kwargs in own]
+    all_kwargs = [{**defaults, **_kwargs_or_none(kwargs)} for kwargs in own]
     return {
         name: value for name, value in all_kwargs[0].items() if all(kwargs.get(name) == value for kwargs in all_kwargs)
     }
+
+
+def _kwargs_or_none(value: Any) -> dict[str, Any]:
+    """Return the template arguments of a row, or none if they cannot be read, since such a row is dropped."""
+    try:
+        return parse_template_kwargs(value or {})
+    except UnreadableRowError:
+        return {}
 
 
 def split_hash(row: Mapping[str, Any], tokenized: TokenizedRow, seed: int) -> int:
@@ -241,13 +257,14 @@ def _check_columns(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -
         raise ValueError("The data set is empty, and preparing needs at least one row. Pass rows of `messages`.")
     if "segment_ids" in columns:
         raise ValueError("The rows are packed rows, which cannot be prepared again. Pass the documents in them.")
-    if not columns & {"input_ids", "messages"} and not columns >= {"prompt", "completion"}:
+    conversations = columns & set(CONVERSATION_COLUMNS)
+    if not conversations and "input_ids" not in columns and not columns >= {"prompt", "completion"}:
         raise ValueError(
             f"The rows have the columns {sorted(columns)}, and they need `messages`, or `prompt` and `completion`, or "
             "`input_ids`. Rename the columns. To generate responses to prompts, run dflash-hf regenerate."
         )
-    is_text = "messages" not in columns and isinstance(rows[0].get("completion"), str)
-    if not tokenizer.chat_template and not is_text and columns & {"messages", "prompt"}:
+    is_text = not conversations and isinstance(rows[0].get("completion"), str)
+    if not tokenizer.chat_template and not is_text and (conversations or "prompt" in columns):
         raise ValueError(
             "The target's tokenizer has no chat template, and messages cannot be rendered without one. Pass `prompt` "
             "and `completion` texts, or `input_ids`, or a target with a chat template."
@@ -273,50 +290,45 @@ def _convert_row(
 ) -> list[dict[str, Any]]:
     """Tokenise a row, and with `split_turns` make another row for each assistant turn that carries no loss in it."""
     kwargs = settings.chat_template_kwargs
-    refusal = ""
-    try:
-        tokenized = read_row(row, target.tokenizer, eos_token_ids=target.eos_token_ids, chat_template_kwargs=kwargs)
-    except ChatTemplateError as error:
-        tokenized, refusal = TokenizedRow([], []), str(error)
+    converted, tokenized, reason, refusal = read_or_drop(
+        row, target.tokenizer, eos_token_ids=target.eos_token_ids, chat_template_kwargs=kwargs
+    )
     check_token_ids(tokenized.input_ids, target.num_embeddings)
     given_id = row.get("sample_id")
     if given_id is not None:
         check_sample_id(given_id)
     turns = tokenized.unsupervised_turns
-    if row.get("input_ids") is not None and row.get("messages") is not None:
-        turns = unsupervised_turns(row, tokenized, target.tokenizer, kwargs)
-    mismatch = None if refusal else check_prompt(row, tokenized, target.tokenizer, kwargs)
+    if not refusal and row.get("input_ids") is not None and messages_of(converted) is not None:
+        turns = unsupervised_turns(converted, tokenized, target.tokenizer, kwargs)
+    mismatch = None if refusal else check_prompt(converted, tokenized, target.tokenizer, kwargs)
     ids, mask = tokenized.input_ids[: settings.max_length], tokenized.supervised_mask[: settings.max_length]
-    drop_reason = _drop_reason(tokenized, refusal, mismatch, settings)
-    converted = {
+    drop_reason = reason or _drop_reason(tokenized, mismatch, settings)
+    prepared = {
         "input_ids": ids,
         "supervised_mask": mask,
         "sample_id": content_id(ids, mask),
         "length": len(ids),
         "row": index,
         "given_id": given_id,
-        "split_hash": split_hash(row, tokenized, settings.seed),
-        "repeat_hash": repeat_hash(row, tokenized),
+        "split_hash": 0 if refusal else split_hash(converted, tokenized, settings.seed),
+        "repeat_hash": 0 if refusal else repeat_hash(converted, tokenized),
         "drop_reason": drop_reason,
         "is_truncated": len(ids) < len(tokenized.input_ids) and not drop_reason,
         "num_unsupervised_turns": len(turns),
+        "ignored_keys": list(tokenized.ignored_keys),
         "mismatch": _mismatch_line(index, refusal, mismatch),
     }
     if not settings.split_turns or not turns:
-        return [converted]
+        return [prepared]
     split: list[dict[str, Any]] = []
-    for turn in split_turns(row, turns):
+    for turn in split_turns(converted, turns):
         split += _convert_row(turn, index, target, settings)
-    return [{**converted, "num_unsupervised_turns": 0}, *split]
+    return [{**prepared, "num_unsupervised_turns": 0}, *split]
 
 
-def _drop_reason(
-    tokenized: TokenizedRow, refusal: str, mismatch: PromptMismatch | None, settings: PreparationSettings
-) -> str:
-    """Return why a row is dropped, or an empty text if it is kept."""
+def _drop_reason(tokenized: TokenizedRow, mismatch: PromptMismatch | None, settings: PreparationSettings) -> str:
+    """Return why a row that was read is dropped, or an empty text if it is kept."""
     full_mask, mask = tokenized.supervised_mask, tokenized.supervised_mask[: settings.max_length]
-    if refusal:
-        return REFUSED
     if not any(full_mask[1:]):
         return UNSUPERVISED
     if len(full_mask) > settings.max_length and settings.truncation == "drop":

@@ -146,6 +146,7 @@ def make_report(prepared: PreparedRows, settings: Mapping[str, Any]) -> dict[str
             "unsupervised_turns": prepared.num_unsupervised_turns,
             "refused": refused,
             "prompt_mismatches": differing,
+            "ignored_message_keys": prepared.ignored_keys,
             **{name: 0 if part is None else len(part) for name, part in parts.items()},
         },
         "tokens": {

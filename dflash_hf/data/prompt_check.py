@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .chat_template import ChatRenderer, ChatTemplateError, shared_length
-from .labels import TokenizedRow, assistant_turns, messages_of, row_renderer
+from .labels import messages_of, row_renderer, supervised_turns
+from .token_rows import TokenizedRow
 
 TOKENS_BEFORE, TOKENS_AFTER = 12, 24  # tokens shown before and after the start of the first difference
 
@@ -109,7 +110,7 @@ def check_prompt(
     if not any(mask):
         return None
     messages = messages_of(row)
-    turns = assistant_turns(messages or ())
+    turns = supervised_turns(messages or ())
     if messages is None or not turns:
         return None
     start = max(index for index, is_supervised in enumerate(mask) if is_supervised)

@@ -12,9 +12,18 @@ from typing import Any
 import datasets
 
 from ..files import json_digest
+from .conversations import (
+    as_messages,
+    check_has_no_media,
+    content_text,
+    parse_messages,
+    parse_tools,
+    with_system_prompt,
+)
+from .text import without_lone_surrogates
 
 PROMPT_COLUMNS = ("messages", "conversations", "turns", "prompt", "text")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_PROMPT_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,8 @@ def conversation_of_row(
     Args:
         row (`Mapping`):
             A row with a column `messages` or `conversations` (`role` and `content`, or `from` and `value`), `turns`
-            (the user's texts), `prompt` (a text or messages) or `text`, and optionally `tools`.
+            (the user's texts), `prompt` (a text or messages) or `text`, and optionally `tools` and `system`. Lists
+            may be JSON text, and a content may be a list of text parts. Halves of surrogate pairs are replaced.
         column (`str`, *optional*):
             The column to read, in any of these forms. By default the first of these that the row has.
         system_prompt (`str`, *optional*):
@@ -61,24 +71,25 @@ def conversation_of_row(
         [`Conversation`]
 
     Raises:
-        ValueError: the row has no prompt, or one of another form.
+        ValueError: the row has no prompt, one of another form, an unknown speaker, or an image.
     """
+    check_has_no_media(row)
     names = [column] if column is not None else [name for name in PROMPT_COLUMNS if row.get(name) is not None]
     value = row.get(names[0]) if names else None
     if isinstance(value, str):
-        value = [value]
+        value = _listed(names[0], value)
     if not isinstance(value, Sequence) or not value:
         wanted = f"`{column}`" if column is not None else ", ".join(f"`{name}`" for name in PROMPT_COLUMNS)
         raise ValueError(f"there is no prompt. The row needs {wanted}, with a text or a list.")
     turns: list[list[dict[str, Any]]] = []
     waiting: list[dict[str, Any]] = []
-    for entry in value:
-        message = {"role": "user", "content": entry} if isinstance(entry, str) else _message(entry)
+    for message in with_system_prompt([_message(entry) for entry in value], dict(row)):
         role, content = message["role"], message.get("content")
         if role == "tool" or message.get("tool_calls"):
             break
         if role == "assistant" or (role == "system" and system_prompt is not None):
             continue
+        content = content_text(content) if isinstance(content, list) else content
         if not isinstance(content, str) or not content.strip():
             raise ValueError(f"a message of role {role!r} has the content {content!r}, which must be a text.")
         waiting.append({"role": role, "content": content})
@@ -89,16 +100,35 @@ def conversation_of_row(
         raise ValueError("there is no message of a user.")
     if system_prompt is not None:
         turns[0] = [{"role": "system", "content": system_prompt}, *turns[0]]
-    return Conversation(turns, row.get("tools") or None)
+    return Conversation(turns, parse_tools(row.get("tools")))
+
+
+def _listed(name: str, text: str) -> Sequence[Any]:
+    """Return the list that a text contains as JSON, or the text as the only entry of a list."""
+    if name in ("messages", "conversations") and text.lstrip().startswith(("[", "{")):
+        return parse_messages(name, text)
+    if name == "turns" and text.lstrip().startswith("["):
+        try:
+            turns: list[Any] = json.loads(text)
+            return turns
+        except json.JSONDecodeError:
+            return [text]
+    return as_messages(text) or [text]
 
 
 def _message(entry: Any) -> dict[str, Any]:
-    """Return a message with `role` and `content`, or convert one with `from` and `value`."""
-    if isinstance(entry, Mapping) and entry.get("role") is None and entry.get("from") is not None:
-        entry = {"role": _SHAREGPT_ROLES.get(entry["from"], entry["from"]), "content": entry.get("value")}
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+    """Return a message with `role` and `content`, from a user's text or from a message in any form."""
+    if isinstance(entry, str):
+        return {"role": "user", "content": without_lone_surrogates(entry)}
+    if not isinstance(entry, Mapping) or not any(isinstance(entry.get(name), str) for name in ("role", "from")):
         raise ValueError(f"a message is {entry!r}, but must be a text, or have `role` and `content`.")
-    return dict(entry)
+    message = parse_messages("messages", [entry])[0]
+    if message["role"] not in _PROMPT_ROLES:
+        raise ValueError(
+            f"a message has the role {message['role']!r}, and the roles of prompts are {', '.join(_PROMPT_ROLES)}. "
+            "Rename the role."
+        )
+    return message
 
 
 def sample_rows(rows: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
@@ -167,7 +197,11 @@ def read_prompts(path: str | Path) -> list[str]:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8 ({error.reason}). Convert the file.") from error
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield number, line
 

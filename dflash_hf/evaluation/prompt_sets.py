@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 
-from ..data.loading import load_rows
+from ..data.loading import data_suffix, load_rows
 from ..data.prompts import Conversation, conversation_of_row, sample_rows
 from ..files import digest
 
@@ -98,8 +98,8 @@ def load_prompt_sets(
 
     Args:
         suites (`Sequence[str]`): names of suites or sets.
-        prompt_files (`Sequence[str | Path]`): JSON-lines or Parquet files. Each is a set with the stem of the file as
-            its name.
+        prompt_files (`Sequence[str | Path]`): files that [`load_rows`] reads. Each is a set with the name of the file,
+            without its suffixes.
         folder (`str` or `Path`, *optional*): folder with a file `NAME.jsonl` for each set, whose turns are complete
             user messages. Without it the sets are read from the Hub.
         limit (`int`, *optional*, defaults to 128): number of conversations per set, chosen at random; `None` takes
@@ -123,12 +123,13 @@ def load_prompt_sets(
         names.update(dict.fromkeys(SUITES.get(suite, (suite,))))
     sets = [_named_set(name, folder, limit, seed) for name in names]
     for file in map(Path, prompt_files):
-        if file.stem in names:
+        name = file.name.removesuffix(data_suffix(file)) or file.name
+        if name in names:
             raise ValueError(
-                f"--prompts {file} has the name of another set, {file.stem!r}, and names must differ. Rename the file."
+                f"--prompts {file} has the name of another set, {name!r}, and names must differ. Rename the file."
             )
-        names[file.stem] = None
-        sets.append(_set_of_file(file.stem, file.stem, file, limit, seed))
+        names[name] = None
+        sets.append(_set_of_file(name, name, file, limit, seed))
     if not sets:
         raise ValueError(
             "There is nothing to measure, since neither a suite nor a file of prompts was passed. Pass one of them."
