@@ -96,7 +96,6 @@ def test_a_draft_gives_the_same_hidden_states_and_gradients_through_both_paths()
             context_hidden_states=context,
             attention_mask=training_masks(draft.config, plan, TokenBatch(valid.long(), valid), kind=kind),
             position_ids=torch.cat([torch.arange(LENGTH).repeat(5, 1), plan.query_positions.view(5, -1)], dim=1),
-            query_valid_mask=plan.slot_valid.view(5, -1),
         ).last_hidden_state
         output.backward(upstream)
         results.append([output, *(parameter.grad.clone() for parameter in draft.parameters())])

@@ -59,7 +59,6 @@ def test_flex_mask_gives_the_outputs_of_the_dense_mask(window, causal):
     inputs = {
         "noise_embeds": torch.randn(4, 20, 32),
         "context_hidden_states": torch.randn(4, 17, 64),
-        "query_valid_mask": plan.slot_valid.view(4, -1),
         "position_ids": torch.cat([torch.arange(17).repeat(4, 1), plan.query_positions.view(4, -1)], dim=1),
     }
     outputs = {}

@@ -53,7 +53,6 @@ def test_every_kind_of_attention_equals_the_dense_one_in_value_and_gradient(kind
             position_ids=torch.cat(
                 [torch.arange(length, device="cuda").repeat(3, 1), plan.query_positions.view(3, -1)], dim=1
             ),
-            query_valid_mask=plan.slot_valid.view(3, -1),
         ).last_hidden_state
         output.backward(upstream)
         results.append([output, *(parameter.grad.clone() for parameter in draft.parameters())])

@@ -27,16 +27,15 @@ VARIANTS = {
 }
 
 
-def run_training(draft, context, block_inputs, plan, valid, **kwargs):
+def run_training(draft, context, block_inputs, plan, valid, kind="auto", **kwargs):
     """Return the outputs of all blocks of a plan, computed in one pass, as `[N, B, H]`."""
     rows, length = valid.shape
     positions = torch.arange(length).repeat(rows, 1)
     return draft(
         noise_embeds=block_inputs,
         context_hidden_states=context,
-        attention_mask=training_masks(draft.config, plan, TokenBatch(valid.long(), valid)),
+        attention_mask=training_masks(draft.config, plan, TokenBatch(valid.long(), valid), kind),
         position_ids=torch.cat([positions, plan.query_positions.view(rows, -1)], dim=1),
-        query_valid_mask=plan.slot_valid.view(rows, -1),
         **kwargs,
     ).last_hidden_state.view(plan.loss_mask.shape[0], draft.config.block_size, -1)
 
@@ -44,6 +43,18 @@ def run_training(draft, context, block_inputs, plan, valid, **kwargs):
 def make_plan(valid, **kwargs):
     settings = {"anchors_per_sample": 6, "gamma": 3, "optimizer_step": 0, "seed": 0, "replacement": False}
     return build_dflash_batch_plan(valid, torch.arange(1, 1 + valid.shape[0]), **{**settings, **kwargs})
+
+
+def invalid_inputs():
+    """Rows with fewer windows than blocks, and with none. The inputs of slots that do not exist are not numbers."""
+    valid = torch.ones(3, 6, dtype=torch.bool)
+    valid[1] = False
+    plan = make_plan(valid, partial_windows=True)
+    context = torch.randn(3, 6, 64, requires_grad=True)
+    inputs = torch.full((3, 24, 32), float("nan"))
+    inputs.view(18, 4, 32)[plan.slot_valid] = 1.0
+    assert plan.block_valid.sum() == 10
+    return valid, plan, context, inputs.requires_grad_()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -108,21 +119,36 @@ def test_block_cannot_see_context_at_or_after_its_anchor(draft):
         assert torch.equal(run_training(draft, changed, inputs, plan, valid)[block], hidden[block])
 
 
-def test_invalid_slots_give_exact_zeros_and_no_gradient(draft):
-    valid = torch.ones(2, 6, dtype=torch.bool)
-    valid[1] = False
-    plan = make_plan(valid, partial_windows=True)
-    context = torch.randn(2, 6, 64, requires_grad=True)
-    inputs = torch.full((2, 24, 32), float("nan"))
-    inputs.view(12, 4, 32)[plan.slot_valid] = 1.0  # what is invalid may hold anything
-    inputs.requires_grad_()
-    hidden = run_training(draft, context, inputs, plan, valid)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["structured", "dense"])
+def test_the_mask_of_a_plan_alone_gives_exact_zeros_and_no_gradient_at_invalid_slots(variant, kind):
+    draft = make_draft(make_target(), **VARIANTS[variant])
+    valid, plan, context, inputs = invalid_inputs()
+    hidden = run_training(draft, context, inputs, plan, valid, kind)
     assert hidden[~plan.slot_valid].eq(0).all()
     assert hidden.isfinite().all()
     hidden.sum().backward()
-    assert inputs.grad.view(12, 4, 32)[~plan.slot_valid].eq(0).all()
+    assert inputs.grad.view(18, 4, 32)[~plan.slot_valid].eq(0).all()
     assert context.grad[1].eq(0).all()
+    assert context.grad[0, 0].ne(0).any()
     assert all(parameter.grad.isfinite().all() for parameter in draft.parameters())
+    assert hidden[plan.slot_valid].ne(0).all()  # slot 0 of the block at position 0 among them, which sees no context
+    nothing = run_training(
+        draft, context, inputs, plan, valid, kind, query_valid_mask=torch.zeros(3, 24, dtype=torch.bool)
+    )
+    assert nothing.eq(0).all()
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_flex_mask_of_a_plan_alone_gives_exact_zeros_at_invalid_slots(variant):
+    draft = make_draft(make_target(), **VARIANTS[variant])
+    valid, plan, context, inputs = invalid_inputs()
+    with torch.no_grad():  # FlexAttention has no backward pass on a CPU
+        hidden = run_training(draft, context, inputs, plan, valid, "flex")
+        expected = run_training(draft, context, inputs, plan, valid, "dense")
+    assert hidden[~plan.slot_valid].eq(0).all()
+    torch.testing.assert_close(hidden, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_a_batch_without_any_block_still_runs_and_stays_in_the_graph(draft):

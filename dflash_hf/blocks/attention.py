@@ -47,7 +47,8 @@ class BlockAttention:
     Blocks are in ascending order of their anchors, so neighbouring blocks see nearly the same prefix of the context,
     and a group of them is multiplied with that prefix only. Scores of the context and of the own block share one
     softmax. Time and memory are linear in the number of blocks. The values are those of attention under
-    [`dense_block_mask`], except at invalid slots, whose output is finite and has no meaning.
+    [`dense_block_mask`], except at invalid slots, whose output is finite and has no meaning. The draft's forward pass
+    reads `query_valid_mask`, of shape `[R, M * B]`, and zeroes the invalid slots.
 
     Args:
         plan ([`DFlashBatchPlan`]): the `N = R * M` blocks.
@@ -65,6 +66,7 @@ class BlockAttention:
         causal: bool = False,
     ) -> None:
         self.length = batch.length
+        self.query_valid_mask = plan.slot_valid.view(batch.num_rows, -1)
         block_size, device = plan.block_size, batch.valid.device
         anchors = plan.anchor_positions.view(batch.num_rows, -1)
         visible = visible_context(plan, batch, window=window)  # [R, M, B or 1, S]
@@ -193,8 +195,8 @@ def dense_block_mask(
     """
     Make a mask in which a block sees the context strictly before its anchor and itself.
 
-    An invalid slot sees its own key, so that no row of the softmax is empty. No other slot sees that key, and
-    `query_valid_mask` zeroes the output.
+    An invalid slot sees its own key, so that no row of the softmax is empty. No other slot sees that key, by which the
+    draft's forward pass knows the invalid slots and zeroes them.
 
     Args:
         plan ([`DFlashBatchPlan`]): the `N = R * M` blocks.
@@ -256,6 +258,7 @@ def flex_block_mask(
             sees_slot = sees_slot & (slot <= query)
         return sees_context | ((key >= length) & (sees_slot | (slot == query)))
 
+    visible.__dict__["query_valid_mask"] = slot_valid  # the draft's forward pass zeroes the other slots
     device = valid.device
     create = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
     return create(visible, rows, None, num_slots, length + num_slots, device=device)

@@ -69,7 +69,6 @@ def block_hidden_states(
         context_hidden_states=batch.hidden_states,
         attention_mask=training_masks(draft.config, plan, batch, block_attention),
         position_ids=torch.cat([positions, slot_positions], dim=1),
-        query_valid_mask=plan.slot_valid.view(batch.num_rows, -1),
     ).last_hidden_state.view(*plan.loss_mask.shape, -1)
 
 

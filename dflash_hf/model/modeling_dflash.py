@@ -208,6 +208,33 @@ def serving_mask(
     return visible
 
 
+def valid_queries(attention_mask: AttentionMask, num_queries: int) -> torch.Tensor | None:
+    """
+    Return the slots that exist according to a training mask.
+
+    A function that computes the attention, and the `mask_mod` of a `BlockMask`, may have an attribute
+    `query_valid_mask`. In a dense mask a slot that does not exist sees nothing but its own key, so that no row of the
+    softmax is empty, and no other slot sees that key.
+
+    Args:
+        attention_mask: The mask of a layer type, as [`DFlashBody.forward`] takes it.
+        num_queries (`int`): The number of slots, whose keys are the last ones.
+
+    Returns:
+        `torch.BoolTensor` of shape `[batch or 1, num_queries]`, or `None` if the mask does not say it.
+    """
+    if isinstance(attention_mask, BlockMask):
+        attention_mask = attention_mask.mask_mod
+    if not isinstance(attention_mask, torch.Tensor):
+        return getattr(attention_mask, "query_valid_mask", None)
+    if attention_mask.dim() != 4 or attention_mask.dtype != torch.bool:
+        return None
+    first_slot = attention_mask.shape[-1] - num_queries
+    is_own_key = torch.ones_like(attention_mask[0, 0]).tril(first_slot).triu(first_slot)
+    sees_other_keys = attention_mask.any(1) & ~is_own_key
+    return sees_other_keys.any(-1) | sees_other_keys[..., first_slot:].any(-2)
+
+
 def eager_attention(
     module: DFlashAttention,
     query: torch.Tensor,
@@ -383,14 +410,15 @@ class DFlashBody(PreTrainedModel):
             attention_mask (*optional*):
                 In training a dict from layer type to a `torch.BoolTensor` (True = visible) of shape
                 `[batch, 1, M * block_size, n + M * block_size]`, to a FlexAttention `BlockMask`, or to a function that
-                computes the attention. In decoding a mask of shape `[batch, cached + n + block_size]`, nonzero at
-                real tokens, or `None`.
+                computes the attention. Input, output and gradient are exactly zero at slots that do not exist
+                according to these masks ([`valid_queries`]). In decoding a mask of shape
+                `[batch, cached + n + block_size]`, nonzero at real tokens, or `None`.
             position_ids (`torch.LongTensor` of shape `[batch, n + M * block_size]`, *optional*):
                 Positions of the new context, then of the slots. By default they continue those of the cache.
             cache (`Cache`, *optional*):
                 Receives the keys and values of context and block. The caller crops those of the block.
             query_valid_mask (`torch.BoolTensor` of shape `[batch, M * block_size]`, *optional*):
-                False at slots that do not exist. Input, output and gradient are exactly zero there.
+                False at slots that do not exist, in place of what the masks say. With a cache all slots exist.
             use_cache (`bool`, *optional*):
                 Whether to create a cache if none is given.
             **kwargs:
@@ -408,17 +436,20 @@ class DFlashBody(PreTrainedModel):
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
         hidden_states = noise_embeds.to(self.fc.weight.dtype)
+        num_new = context_hidden_states.shape[1] + hidden_states.shape[1]
+        masks, key_valid_mask = self._split_attention_mask(attention_mask, num_new)
+        if query_valid_mask is None and cache is None:
+            answers = (valid_queries(mask, hidden_states.shape[1]) for mask in masks.values())
+            query_valid_mask = next((answer for answer in answers if answer is not None), None)
         if query_valid_mask is not None:
             hidden_states = hidden_states.masked_fill(~query_valid_mask[..., None], 0)
         context = self.hidden_norm(self.fc(context_hidden_states.to(product_dtype(self.fc.weight))))
 
-        num_new = context.shape[1] + hidden_states.shape[1]
         if position_ids is None:
             start = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(start, start + num_new, device=hidden_states.device)[None]
         rotary = rotary_angles(self.config, position_ids, context.dtype)
 
-        masks, key_valid_mask = self._split_attention_mask(attention_mask, num_new)
         for layer, layer_type in zip(self.layers, self.config.layer_types or [], strict=True):
             hidden_states = layer(
                 hidden_states,
