@@ -8,14 +8,19 @@ import pytest
 import reference
 import torch
 from decoding_pairs import make_guessing_draft, make_target
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import logits_process
 
 from dflash_hf.blocks.metrics import AcceptanceRecord
-from dflash_hf.decoding.acceptance import accept_by_probability, accept_greedily
+from dflash_hf.decoding.acceptance import Acceptance, accept_by_probability, accept_greedily
+from dflash_hf.decoding.drafter import Proposal
 from dflash_hf.decoding.generate import speculative_generate
 from dflash_hf.decoding.logits_processing import BlockLogitsProcessor
+from dflash_hf.decoding.ordered_decision import OrderedDecision
+from dflash_hf.decoding.sequences import SequenceState
 from dflash_hf.decoding.statistics import DecodingStatistics
+from dflash_hf.decoding.stopping_criteria import BlockStoppingCriteria
+from dflash_hf.decoding.tree import draft_tree
 from dflash_hf.target.hidden_states import target_hidden_states
 
 NUM_SAMPLES, VOCABULARY = 20_000, 7
@@ -61,9 +66,11 @@ class Bigram:
             probabilities += (first[token] * second).tolist()
         return probabilities
 
-    def sample_pairs(self, proposal: str, accept=accept_by_probability) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def sample_pairs(
+        self, proposal: str, accept=accept_by_probability, in_order: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Sample the first two committed tokens; a second pass follows where the first committed only one."""
-        scores_of = BlockLogitsProcessor(self.processors, self.num_samples)
+        scores_of = BlockLogitsProcessor(self.processors)
         tokens = self.prompt.repeat(self.num_samples, 1)
 
         def run(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +82,8 @@ class Bigram:
                 drafted = torch.multinomial(q.softmax(-1).flatten(0, 1), 1).view(len(tokens), 2)
             text = torch.cat([tokens, drafted], dim=1)
             length = tokens.shape[1]
+            if in_order:
+                return choose_in_order(text, length, drafted, q, scores_of, self.table[text[:, length - 1 :]])
             scores = scores_of(text, [length] * len(text), self.table[text[:, length - 1 :]])
             acceptance = accept(drafted, scores, q)
             committed = torch.cat([drafted, drafted[:, :1]], dim=1)
@@ -90,16 +99,30 @@ class Bigram:
         return first, second, acceptance.num_accepted.float().mean().item()
 
 
+def choose_in_order(text, length, drafted, draft_scores, processor, logits):
+    """Choose one token after the other, as where a processor reads the text, and return as `run` does."""
+    sequences = SequenceState(text[:, :length], [0] * len(text), max_length=50, num_spare_columns=4)
+    criteria = BlockStoppingCriteria(StoppingCriteriaList([MaxLengthCriteria(50)]))
+    decide = OrderedDecision(sequences, processor, criteria, do_sample=True, pad_token_id=0, keep_scores=False)
+    decision = decide(Proposal(drafted, draft_tree(3, 3, text.device), draft_scores), logits)
+    num_accepted = torch.tensor(decision.num_accepted)
+    assert [len(tokens) for tokens in decision.token_ids] == (num_accepted + 1).tolist()
+    committed = torch.tensor([[*tokens, 0, 0][:3] for tokens in decision.token_ids])
+    return committed, Acceptance(num_accepted, committed[:, 0], num_accepted + 1.0)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("proposal", ["argmax", "sample"])
 @pytest.mark.parametrize("processors", PROCESSORS)
-def test_first_and_second_token_have_the_targets_distribution(processors, proposal):
+def test_first_and_second_token_have_the_targets_distribution(processors, proposal, in_order):
     """Verifying against another distribution than the one the proposal was sampled from would bias the text."""
     torch.manual_seed(0)
-    is_slow = processors == "by_prefix"  # one call for each sequence and slot
-    bigram = Bigram(PROCESSORS[processors], 1_000 if is_slow else NUM_SAMPLES)
-    if is_slow:
+    if processors == "by_prefix" and not in_order:
+        pytest.skip("this processor reads the text")
+    bigram = Bigram(PROCESSORS[processors], 2_000 if in_order else NUM_SAMPLES)
+    if processors == "by_prefix":
         bigram.prompt = torch.tensor([3, 5, 2, 3, 2])
-    first, second, _ = bigram.sample_pairs(proposal)
+    first, second, _ = bigram.sample_pairs(proposal, in_order=in_order)
     pairs = bigram.pairs()
     first_probabilities = [sum(pairs[token * VOCABULARY : (token + 1) * VOCABULARY]) for token in range(VOCABULARY)]
     counts = torch.bincount(first, minlength=VOCABULARY).tolist()
@@ -224,7 +247,20 @@ def plain_pairs(target, prompt: torch.Tensor, top_k: int, temperature: float) ->
     return {(first, second): p * q for first, p in best(text).items() for second, q in best([*text, first]).items()}
 
 
-@pytest.mark.parametrize("how", [{"proposal": "argmax"}, {"proposal": "sample"}, {"tree_size": 12}])
+READS_TEXT = {"no_repeat_ngram_size": 50}  # it changes nothing here, but the tokens are chosen one after the other
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"proposal": "argmax"},
+        {"proposal": "sample"},
+        {"tree_size": 12},
+        {"proposal": "argmax", **READS_TEXT},
+        {"proposal": "sample", **READS_TEXT},
+        {"tree_size": 12, **READS_TEXT},
+    ],
+)
 def test_sampled_sequences_of_the_whole_loop_have_the_distribution_of_plain_sampling(how):
     """The sequences come from `num_return_sequences`; the prefill gives the first token, a drafted pass the second."""
     torch.manual_seed(0)

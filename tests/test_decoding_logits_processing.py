@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import make_draft
 from decoding_pairs import count_near_ties, make_guessing_draft, make_target, ragged_prompts
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
@@ -70,22 +69,19 @@ def test_greedy_text_with_processors_equals_plain_generation(name, num_sequences
 
 
 def test_processors_that_look_at_scores_alone_take_one_call_for_a_block():
-    calls = []
-
-    class Counting(logits_process.TemperatureLogitsWarper):
-        def __call__(self, input_ids, scores):
-            calls.append(scores.shape)
-            return super().__call__(input_ids, scores)
+    class Subclass(logits_process.TemperatureLogitsWarper):
+        pass
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 11, (3, 9), generator=generator)
     scores = torch.randn(3, 4, 11, generator=generator)
     penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.5)
-    # a subclass may use the text, so it has to see it
-    BlockLogitsProcessor(LogitsProcessorList([Counting(0.5)]), 3)(tokens, [3, 5, 4], scores)
-    assert calls == [(1, 11)] * 12
+    assert not BlockLogitsProcessor(LogitsProcessorList([Subclass(0.5)])).takes_chains  # it may use the text
     for processor in (*(kind(0.5) for kind in PREFIX_FREE[:1]), logits_process.TopKLogitsWarper(3), penalty):
-        block = BlockLogitsProcessor(LogitsProcessorList([processor]), 3)(tokens, [3, 5, 4], scores)
+        processors = BlockLogitsProcessor(LogitsProcessorList([processor]))
+        assert processors.takes_chains
+        assert processors.is_prefix_free == (processor is not penalty)
+        block = processors(tokens, [3, 5, 4], scores)
         for sequence, length in enumerate([3, 5, 4]):
             for slot in range(4):
                 alone = processor(
@@ -128,25 +124,6 @@ def test_scores_and_logits_equal_those_of_plain_generation(settings, num_sequenc
     without = speculative_generate(target, draft, **inputs, **GREEDY, **settings)
     assert without.scores is None
     assert without.logits is None
-
-
-def test_processors_with_a_state_are_refused():
-    target = make_target()
-    draft = make_draft(target)
-    prompt = torch.tensor([[3, 4]])
-    with pytest.raises(ValueError, match=r"UnbatchedClassifierFreeGuidance.* keeps a state .* Use plain generate"):
-        speculative_generate(target, draft, prompt, guidance_scale=1.5, **GREEDY)
-
-    def allowed(sequence: int, text: torch.Tensor) -> list[int]:
-        return [7, 8, 9]
-
-    inputs = ragged_prompts(2)
-    with pytest.raises(
-        ValueError, match=r"PrefixConstrained.* index of each of the 2 sequences .* Decode one sequence at a time"
-    ):
-        speculative_generate(target, draft, **inputs, **GREEDY, prefix_allowed_tokens_fn=allowed)
-    alone = speculative_generate(target, draft, prompt, **GREEDY, prefix_allowed_tokens_fn=allowed)
-    assert torch.equal(alone.sequences, target.generate(prompt, **GREEDY, prefix_allowed_tokens_fn=allowed))
 
 
 @pytest.mark.parametrize("num_ignored", [4, 9, 12])

@@ -11,6 +11,7 @@ from conftest import make_draft
 from decoding_pairs import make_family, make_guessing_draft, make_target, ragged_prompts
 from stopping_pairs import GREEDY, Recorder, letters_pair
 from transformers import (
+    GenerationConfig,
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -204,6 +205,25 @@ def test_stop_strings_end_a_text_inside_a_block(tokenizer, num_sequences, wrong_
     )
     assert torch.equal(both.sequences, texts[:, : start + 2])
     assert len(own) == 1  # the caller's list is not changed
+
+
+@pytest.mark.parametrize("source", ["target", "argument"])
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_stop_strings_of_a_generation_config_end_a_text(tokenizer, num_sequences, source):
+    target, draft, inputs, settings, texts = letters_pair(tokenizer, SOMETIMES, num_sequences)
+    start = inputs["input_ids"].shape[1]
+    stop_strings = [tokenizer.decode(texts[0, start + 4 :][:2])]
+    if source == "target":
+        target.generation_config.stop_strings = stop_strings
+        given = settings
+    else:
+        given = {"generation_config": GenerationConfig(**settings, stop_strings=stop_strings)}
+    plain = target.generate(**inputs, **given, tokenizer=tokenizer)
+    assert not torch.equal(plain, texts)
+    drafted = speculative_generate(target, draft, **inputs, **given, tokenizer=tokenizer)
+    assert torch.equal(drafted.sequences, plain)
+    with pytest.raises(ValueError, match=r"of the generation config came without a tokenizer, .* Pass tokenizer="):
+        speculative_generate(target, draft, **inputs, **given)
 
 
 def test_stop_strings_without_a_tokenizer_say_what_is_missing():

@@ -124,6 +124,46 @@ def accept_by_probability(
     return Acceptance(num_accepted, next_tokens, 1 + ratio.clamp(max=1).cumprod(1).sum(1))
 
 
+def choose_token(
+    scores: torch.Tensor, *, do_sample: bool, drafted: int | None = None, draft_scores: torch.Tensor | None = None
+) -> int:
+    """
+    Choose the next token of one sequence.
+
+    Args:
+        scores (`torch.FloatTensor` of shape `[vocabulary]`):
+            Log-probabilities of the target, up to a constant.
+        do_sample (`bool`):
+            Whether the token is sampled from the target's distribution instead of the best one taken.
+        drafted (`int`, *optional*), draft_scores (`torch.FloatTensor` of shape `[vocabulary]`, *optional*):
+            A drafted token and the log-probabilities, up to a constant, that it was sampled from. The token is then
+            accepted by the rule of [`accept_by_probability`]. A token that was not sampled need not be known: it is
+            accepted if the choice falls on it.
+
+    Returns:
+        `int`
+
+    Example:
+
+    ```python
+    >>> choose_token(torch.tensor([0.5, 2.0, 1.0]), do_sample=False)
+    1
+
+    ```
+    """
+    if not do_sample:
+        return int(best_tokens(scores))
+    distribution = scores.softmax(-1)
+    if drafted is not None and draft_scores is not None:
+        draft_distribution = draft_scores.softmax(-1)
+        if float(torch.rand(())) < float(distribution[drafted] / draft_distribution[drafted]):
+            return drafted
+        reduced = (distribution - draft_distribution).clamp(min=0)
+        # The remainder is empty only if the two distributions are equal up to rounding.
+        distribution = reduced if bool(reduced.sum() > 0) else distribution
+    return int(torch.multinomial(distribution, 1))
+
+
 def accept_in_tree(
     drafted: torch.Tensor, scores: torch.Tensor, tree: DraftTree, *, do_sample: bool
 ) -> tuple[Acceptance, torch.Tensor]:

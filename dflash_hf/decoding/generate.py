@@ -136,19 +136,20 @@ def dflash_decoding(
             if on_pass is not None:
                 on_pass(verify_pass)
 
-    processor = BlockLogitsProcessor(logits_processor, len(input_ids))
+    pad_token_id = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
     sample_proposals = bool(generation_config.do_sample) and proposal == "sample"
-    no_tree_because = _no_tree_because(model, processor, sample_proposals)
+    no_tree_because = _no_tree_because(model, sample_proposals)
     loop = DecodingLoop(
         model,
         draft,
         input_ids,
         num_padding,
-        logits_processor=processor,
+        logits_processor=BlockLogitsProcessor(logits_processor),
         stopping_criteria=BlockStoppingCriteria(stopping_criteria),
         do_sample=bool(generation_config.do_sample),
         sample_proposals=sample_proposals,
         scheduler=_scheduler(block_size, tree_size, model, draft, no_tree_because),
+        pad_token_id=pad_token_id,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
         on_pass=streamed,
@@ -166,7 +167,6 @@ def dflash_decoding(
     loop.run(_prefill_inputs(model, input_ids, num_read, generation_config, model_kwargs | {"cache": cache}))
     if streamer is not None:
         streamer.end()
-    pad_token_id = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
     finished = [loop.sequences.finished[index] for index in range(len(input_ids))]
     sequences: Any = torch.nn.utils.rnn.pad_sequence(finished, batch_first=True, padding_value=pad_token_id)
     if not generation_config.return_dict_in_generate:
@@ -208,7 +208,7 @@ def speculative_generate(
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of the target, which `stop_strings` needs.
         stop_strings (`str` or `list[str]`, *optional*):
-            Strings that end a sequence, at any place in a block.
+            Strings that end a sequence, at any place in a block; those of the generation config by default.
         **generate_kwargs:
             Further arguments of `target.generate`.
 
@@ -219,16 +219,22 @@ def speculative_generate(
     Raises:
         ValueError: See [`dflash_decoding`]. Also, `stop_strings` came without a `tokenizer`.
     """
+    source = ""
+    for config in (generate_kwargs.get("generation_config"), target.generation_config):
+        if stop_strings is None and config is not None and config.stop_strings is not None:
+            stop_strings, source = config.stop_strings, " of the generation config"
     if stop_strings is not None:
         if tokenizer is None:
             raise ValueError(
-                f"stop_strings={stop_strings!r} came without a tokenizer, and the texts of tokens are needed to find "
-                "them. Pass tokenizer=, the tokenizer of the target."
+                f"stop_strings={stop_strings!r}{source} came without a tokenizer, and the texts of tokens are needed "
+                "to find them. Pass tokenizer=, the tokenizer of the target."
             )
+        # `generate` of transformers 5.24 gives the tokenizer to no criterion when it has custom_generate.
         criteria = StoppingCriteriaList(generate_kwargs.pop("stopping_criteria", None) or [])
         generate_kwargs["stopping_criteria"] = StoppingCriteriaList(
-            [*criteria, StopStringCriteria(tokenizer, stop_strings)]
+            [StopStringCriteria(tokenizer, stop_strings), *criteria]
         )
+        generate_kwargs["stop_strings"] = None
     decode = functools.partial(
         dflash_decoding,
         draft=draft,
@@ -342,9 +348,7 @@ def _prefill_inputs(
     return chunks
 
 
-def _no_tree_because(
-    model: PreTrainedModel, logits_processor: BlockLogitsProcessor, sample_proposals: bool
-) -> str | None:
+def _no_tree_because(model: PreTrainedModel, sample_proposals: bool) -> str | None:
     """Return why the loop cannot verify a tree, which has several tokens at one position, or `None` if it can."""
     text_config = model.config.get_text_config(decoder=True)
     implementation = text_config._attn_implementation
@@ -356,8 +360,6 @@ def _no_tree_because(
     has_own_positions = getattr(text_config, "alibi", False) or text_config.model_type == "gpt_neo"
     if has_own_positions or "position_ids" not in inspect.signature(model.forward).parameters:
         return "the target computes the positions of its tokens itself, one after the other"
-    if not logits_processor.is_prefix_free:
-        return "a logits processor depends on the text before each token"
     return "the proposals are sampled" if sample_proposals else None
 
 

@@ -1,4 +1,4 @@
-"""Logits processors of transformers, applied to the scores of whole blocks of tokens."""
+"""Logits processors of transformers, applied to the scores of whole blocks or of one token after the other."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ PREFIX_FREE = (
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.LogitNormalization,
 )
-# These processors keep a state between calls, which rejected tokens would spoil, or run the model themselves.
-STATEFUL = (
-    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    logits_process.SynthIDTextWatermarkLogitsProcessor,
-)
-# These processors use the index of a sequence in the batch, which changes when other sequences finish.
-BATCH_INDEXED = (
-    logits_process.PrefixConstrainedLogitsProcessor,
-    logits_process.EncoderNoRepeatNGramLogitsProcessor,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+# The result of these processors for a sequence depends on its own text and scores alone, and they keep no state.
+SEQUENCE_WISE = (
+    *PREFIX_FREE,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.WatermarkLogitsProcessor,
 )
 
 
@@ -40,31 +44,15 @@ class BlockLogitsProcessor:
     Apply logits processors to the scores of all slots of a block.
 
     Processors that depend on the scores alone, and the repetition penalty, process all slots of all sequences in one
-    call. Any other processor is called once for each slot of each sequence, with the text that plain generation would
-    show it.
+    call. Other processors may keep a state, or reject a text that plain generation would not show them, so
+    [`OrderedDecision`] calls them for one token after the other.
 
     Args:
         processors (`LogitsProcessorList`): the processors that `generate` prepared.
-        num_sequences (`int`): number of sequences in the batch.
-
-    Raises:
-        ValueError: A processor keeps a state, or it uses the index of a sequence in a batch of several.
     """
 
-    def __init__(self, processors: LogitsProcessorList, num_sequences: int) -> None:
+    def __init__(self, processors: LogitsProcessorList) -> None:
         self.processors = processors
-        for processor in processors:
-            name = type(processor).__name__
-            if isinstance(processor, STATEFUL):
-                raise ValueError(
-                    f"The logits processor {name} keeps a state from token to token, which rejected tokens would "
-                    "spoil. Use plain generate with it."
-                )
-            if num_sequences > 1 and isinstance(processor, BATCH_INDEXED):
-                raise ValueError(
-                    f"The logits processor {name} uses the index of each of the {num_sequences} sequences in the "
-                    "batch, which changes when sequences finish. Decode one sequence at a time."
-                )
 
     def __len__(self) -> int:
         return len(self.processors)
@@ -74,6 +62,24 @@ class BlockLogitsProcessor:
         """`bool`: whether every processor depends on the scores alone."""
         return all(type(processor) in PREFIX_FREE for processor in self.processors)
 
+    @property
+    def takes_chains(self) -> bool:
+        """`bool`: whether the scores of all slots of a chain can be processed in one call."""
+        return all(
+            type(processor) in (*PREFIX_FREE, logits_process.RepetitionPenaltyLogitsProcessor)
+            for processor in self.processors
+        )
+
+    @property
+    def is_sequence_wise(self) -> bool:
+        """`bool`: whether the scores of a sequence are known not to depend on the other sequences of a batch."""
+        return all(
+            type(processor) in SEQUENCE_WISE
+            # this attribute may have one value for each sequence
+            and not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+            for processor in self.processors
+        )
+
     def __call__(
         self,
         tokens: torch.Tensor,
@@ -82,7 +88,7 @@ class BlockLogitsProcessor:
         batch_indices: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """
-        Process the scores of a block.
+        Process the scores of a block, if [`takes_chains`][BlockLogitsProcessor.takes_chains].
 
         Args:
             tokens (`torch.LongTensor` of shape `[sequences, columns]`):
@@ -102,19 +108,13 @@ class BlockLogitsProcessor:
             if type(processor) in PREFIX_FREE:
                 flat = processor(tokens[:, :1].repeat_interleave(num_slots, 0), scores.reshape(-1, vocabulary))
                 scores = flat.view_as(scores)
-            elif type(processor) is logits_process.RepetitionPenaltyLogitsProcessor:
+            else:
                 ignored = processor.prompt_ignore_length
                 if isinstance(ignored, torch.Tensor) and batch_indices is not None:
                     ignored = ignored.to(tokens.device)[torch.tensor(batch_indices, device=tokens.device)]
                 is_seen = _seen_tokens(tokens, lengths, num_slots, vocabulary, 0 if ignored is None else ignored)
                 penalised = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
                 scores = torch.where(is_seen, penalised, scores)
-            else:
-                scores = scores.clone()
-                for index, length in enumerate(lengths):
-                    for slot in range(num_slots):
-                        prefix = tokens[index : index + 1, : length + slot]
-                        scores[index : index + 1, slot] = processor(prefix, scores[index : index + 1, slot])
         return scores
 
     def apply_prefix_free(self, scores: torch.Tensor) -> torch.Tensor:

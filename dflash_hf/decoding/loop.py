@@ -18,6 +18,7 @@ from .drafter import Drafter, Proposal
 from .gqa_attention import use_grouped_query_sdpa
 from .kv_cache import RaggedCache
 from .logits_processing import BlockLogitsProcessor
+from .ordered_decision import OrderedDecision, PassDecision
 from .recorder import PassRecorder
 from .sequences import SequenceState, column_range
 from .statistics import Stopwatch
@@ -107,6 +108,8 @@ class DecodingLoop:
             Whether the draft's tokens are sampled, too, instead of its best ones taken.
         scheduler ([`DraftLengthScheduler`]):
             Chooses how many tokens each pass verifies. It exceeds the slots of a block only where trees are possible.
+        pad_token_id (`int`, defaults to 0):
+            The token that processors and criteria of a batch see after the end of a sequence.
         keep_scores, keep_logits (`bool`, defaults to `False`):
             Whether the processed and the raw scores of every new token are kept.
         on_pass (`Callable`, *optional*):
@@ -125,6 +128,7 @@ class DecodingLoop:
         do_sample: bool,
         sample_proposals: bool,
         scheduler: DraftLengthScheduler,
+        pad_token_id: int = 0,
         keep_scores: bool = False,
         keep_logits: bool = False,
         on_pass: Callable[[VerifyPass], None] | None = None,
@@ -142,6 +146,14 @@ class DecodingLoop:
         self.recorder = PassRecorder(self.sequences, block_size, keep_scores=keep_scores, keep_logits=keep_logits)
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self.scheduler, self.do_sample, self.on_pass = scheduler, do_sample, on_pass
+        self.decide_in_order = OrderedDecision(
+            self.sequences,
+            logits_processor,
+            stopping_criteria,
+            do_sample=do_sample,
+            pad_token_id=pad_token_id,
+            keep_scores=keep_scores,
+        )
 
     def resume(self, cache: RaggedCache, continuation: Continuation) -> int:
         """
@@ -217,22 +229,48 @@ class DecodingLoop:
         is_chain = num_tokens <= block_size
         return draft_tree(num_slots, num_slots if is_chain else num_tokens, self.sequences.device)
 
-    def _accept(self, proposal: Proposal, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor, torch.Tensor]:
-        """Return which drafted tokens stay, the last accepted node, and the processed scores."""
-        sequences, tree = self.sequences, proposal.tree
-        scores = logits.to(sequences.device)
-        if len(self.logits_processor) or self.do_sample or self.recorder.scores is not None:
+    def _decide_at_once(self, proposal: Proposal, logits: torch.Tensor) -> PassDecision:
+        """Choose the new tokens of all slots in one call, and write them after the text."""
+        sequences, recorder, tree = self.sequences, self.recorder, proposal.tree
+        scores = logits
+        if len(self.logits_processor) or self.do_sample or recorder.scores is not None:
             scores = scores.to(torch.float32, copy=True)
         if len(self.logits_processor):
             scores = self.logits_processor(sequences.tokens, sequences.lengths, scores, sequences.batch_indices)
         if not tree.is_chain:
             acceptance, node = accept_in_tree(proposal.token_ids, scores, tree, do_sample=self.do_sample)
-            return acceptance, node, scores
-        if self.do_sample:
+        elif self.do_sample:
             acceptance = accept_by_probability(proposal.token_ids, scores, proposal.scores)
+            node = acceptance.num_accepted
         else:
             acceptance = accept_greedily(proposal.token_ids, scores)
-        return acceptance, acceptance.num_accepted, scores
+            node = acceptance.num_accepted
+        path = tree.paths[node]
+        if not tree.is_chain and recorder.scores is not None:
+            scores = scores.take_along_dim(path[..., None], 1)
+        written = self._write(proposal, acceptance, path)
+        values = torch.cat([acceptance.num_accepted[:, None], node[:, None], written], dim=1)
+        on_host = values.tolist()  # the one place of a pass where the host waits for the device
+        token_ids, is_finished = [], []
+        for length, (num_accepted, _, *tokens) in zip(sequences.lengths, on_host, strict=True):
+            count, done = self.stopping_criteria.truncate(length, tokens[: num_accepted + 1])
+            token_ids.append(tokens[:count])
+            is_finished.append(done)
+        return PassDecision(
+            token_ids=token_ids,
+            num_accepted=[values[0] for values in on_host],
+            is_finished=is_finished,
+            nodes=[values[1] for values in on_host],
+            path=path,
+            expected_sum=acceptance.expected.sum(),
+            scores=scores,
+        )
+
+    def _takes_blocks(self, tree: DraftTree) -> bool:
+        """Return whether nothing has to see the text grow token by token."""
+        if self.stopping_criteria.text_criteria:
+            return False
+        return self.logits_processor.is_prefix_free or (tree.is_chain and self.logits_processor.takes_chains)
 
     def _commit(self, proposal: Proposal, logits: torch.Tensor, verified: VerifyOutput | None = None) -> list[int]:
         """
@@ -248,43 +286,32 @@ class DecodingLoop:
             `list[int]`: number of tokens that each sequence received.
         """
         sequences, recorder, tree = self.sequences, self.recorder, proposal.tree
-        num_slots = tree.num_slots
-        acceptance, node, scores = self._accept(proposal, logits)
-        path = tree.paths[node]
-        if not tree.is_chain and recorder.keeps_values:
-            scores, logits = (values.take_along_dim(path[..., None], 1) for values in (scores, logits))
-        committed = self._write(proposal, acceptance, path)
-        parts = [committed, acceptance.num_accepted[:, None], node[:, None]]
+        logits = logits.to(sequences.device)
+        decision = (self._decide_at_once if self._takes_blocks(tree) else self.decide_in_order)(proposal, logits)
+        counts = [len(token_ids) for token_ids in decision.token_ids]
         if proposal.is_finite is not None:
-            parts.append(proposal.is_finite.to(sequences.device).long().expand(len(sequences), 1))
-            recorder.expected_sum = recorder.expected_sum + acceptance.expected.sum()
-        on_host = torch.cat(parts, dim=1).tolist()  # the one place of a pass where the host waits for the device
-
-        counts, is_finished = [], []
-        for index, (length, values) in enumerate(zip(sequences.lengths, on_host, strict=True)):
-            new_token_ids = values[:num_slots][: values[num_slots] + 1]
-            count, done = self.stopping_criteria.truncate(sequences.tokens[index : index + 1], length, new_token_ids)
-            counts.append(count)
-            is_finished.append(done)
-        if proposal.is_finite is not None and not on_host[0][-1]:
-            self._warn_of_overflow()
-        recorder.record(num_slots, counts, scores, logits, is_prefill=verified is None)
+            recorder.expected_sum = recorder.expected_sum + decision.expected_sum
+            if not proposal.is_finite:
+                self._warn_of_overflow()
+        if not tree.is_chain and recorder.logits is not None:
+            logits = logits.take_along_dim(decision.path[..., None], 1)
+        recorder.record(tree.num_slots, counts, decision.scores, logits, is_prefill=verified is None)
         sequences.lengths = [length + count for length, count in zip(sequences.lengths, counts, strict=True)]
         if verified is not None:
-            is_on_chain = all(values[num_slots + 1] < tree.chain_length for values in on_host)
-            context = self.target_runner.commit(verified, tree, None if is_on_chain else path, counts)
+            is_on_chain = all(node < tree.chain_length for node in decision.nodes)
+            context = self.target_runner.commit(verified, tree, None if is_on_chain else decision.path, counts)
             self.drafter.add_context(context, counts)
         if self.on_pass is not None:
             self.on_pass(
                 VerifyPass(
-                    [values[:count] for values, count in zip(on_host, counts, strict=True)],
-                    [min(values[num_slots], count) for values, count in zip(on_host, counts, strict=True)],
+                    decision.token_ids,
+                    [min(pair) for pair in zip(decision.num_accepted, counts, strict=True)],
                     list(sequences.batch_indices),
-                    num_slots - 1,
+                    tree.num_slots - 1,
                 )
             )
-        if any(is_finished):
-            self._remove_finished(is_finished)
+        if any(decision.is_finished):
+            self._remove_finished(decision.is_finished)
         return counts
 
     def _write(self, proposal: Proposal, acceptance: Acceptance, path: torch.Tensor) -> torch.Tensor:

@@ -29,13 +29,14 @@ class PassRecorder:
         self.scores: list[list[torch.Tensor]] | None = [[] for _ in range(num_sequences)] if keep_scores else None
         self.logits: list[list[torch.Tensor]] | None = [[] for _ in range(num_sequences)] if keep_logits else None
 
-    @property
-    def keeps_values(self) -> bool:
-        """`bool`: whether scores or logits of new tokens are kept."""
-        return self.scores is not None or self.logits is not None
-
     def record(
-        self, num_slots: int, counts: list[int], scores: torch.Tensor, logits: torch.Tensor, *, is_prefill: bool
+        self,
+        num_slots: int,
+        counts: list[int],
+        scores: torch.Tensor | list[torch.Tensor],
+        logits: torch.Tensor,
+        *,
+        is_prefill: bool,
     ) -> None:
         """
         Record one pass of the target, before the lengths of the sequences grow.
@@ -60,7 +61,7 @@ class PassRecorder:
         for kept, values in ((self.scores, scores), (self.logits, logits)):
             if kept is not None:
                 for index, (place, count) in enumerate(zip(batch_indices, counts, strict=True)):
-                    kept[place] += values[index, :count].float().unbind(0)
+                    kept[place] += values[index][:count].float().unbind(0)
 
     def close(self, watch: Stopwatch) -> None:
         """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+import time
+
 from transformers import StoppingCriteriaList
 from transformers.generation import stopping_criteria
 
@@ -11,7 +12,8 @@ class BlockStoppingCriteria:
     """
     Find the token at which a sequence ends, although its tokens arrive in blocks.
 
-    Every criterion sees the texts that plain generation would show it.
+    Lengths, end tokens and times are checked for all new tokens of a pass at once. Other criteria read the text, so
+    [`OrderedDecision`] calls them for one token after the other.
 
     Args:
         criteria (`StoppingCriteriaList`): the criteria that `generate` prepared.
@@ -29,19 +31,26 @@ class BlockStoppingCriteria:
             )
         self.max_length = min(lengths)
         self.end_token_ids: list[int] = []
-        self.others: list[stopping_criteria.StoppingCriteria] = []
+        self.timers: list[stopping_criteria.MaxTimeCriteria] = []
+        self.text_criteria = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is stopping_criteria.EosTokenCriteria:
                 self.end_token_ids += criterion.eos_token_id.flatten().tolist()
+            elif type(criterion) is stopping_criteria.MaxTimeCriteria:
+                self.timers.append(criterion)
             elif type(criterion) is not stopping_criteria.MaxLengthCriteria:
-                self.others.append(criterion)
+                self.text_criteria.append(criterion)
 
-    def truncate(self, text: torch.Tensor, length: int, new_token_ids: list[int]) -> tuple[int, bool]:
+    @property
+    def is_sequence_wise(self) -> bool:
+        """`bool`: whether the end of a sequence is known not to depend on the other sequences of a batch."""
+        return all(type(criterion) is stopping_criteria.StopStringCriteria for criterion in self.text_criteria)
+
+    def truncate(self, length: int, new_token_ids: list[int]) -> tuple[int, bool]:
         """
-        Count the new tokens up to the first one at which the sequence ends.
+        Count the new tokens up to the first one at which the sequence ends, if no criterion reads the text.
 
         Args:
-            text (`torch.LongTensor` of shape `[1, columns]`): the sequence with its new tokens.
             length (`int`): number of columns before the first new token.
             new_token_ids (`list[int]`): the new tokens.
 
@@ -50,13 +59,12 @@ class BlockStoppingCriteria:
             them.
         """
         count = min(len(new_token_ids), self.max_length - length)
-        is_finished = length + len(new_token_ids) >= self.max_length
         for index, token in enumerate(new_token_ids[:count]):
             if token in self.end_token_ids:
-                count, is_finished = index + 1, True
-                break
-        for kept in range(1, count + 1) if self.others else ():
-            prefix = text[:, : length + kept]
-            if any(bool(torch.as_tensor(criterion(prefix, None)).any()) for criterion in self.others):
-                return kept, True
-        return count, is_finished
+                return index + 1, True
+        return count, length + count >= self.max_length or self.is_time_up
+
+    @property
+    def is_time_up(self) -> bool:
+        """`bool`: whether the time of a `max_time` is over."""
+        return any(time.time() - timer.initial_timestamp > timer.max_time for timer in self.timers)

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
-from ..decoding.logits_processing import BATCH_INDEXED, PREFIX_FREE, STATEFUL
+from ..decoding.logits_processing import PREFIX_FREE, SEQUENCE_WISE
 from ..model.configuration_dflash import describe_target
 from .requests import SamplingParameters
 
@@ -116,7 +116,7 @@ class TokenSelection:
                 "pass a temperature (0 is greedy)."
             )
         processors = prepared["processors"]
-        self.is_stateful = any(isinstance(processor, (*STATEFUL, *BATCH_INDEXED)) for processor in processors)
+        self.is_stateful = any(type(processor) not in SEQUENCE_WISE for processor in processors)
         reading = [index for index, processor in enumerate(processors) if type(processor) not in PREFIX_FREE]
         self.num_prefix_processors = max(reading, default=-1) + 1
         self.processors = LogitsProcessorList(processors[self.num_prefix_processors :])
