@@ -71,7 +71,7 @@ class MovingAverage(LogitsProcessor):
         for earlier, text in zip(self.texts, self.texts[1:], strict=False):
             assert torch.equal(text[:, : earlier.shape[1]], earlier)
         self.texts.append(input_ids)
-        self.scores.append(scores.clone())
+        self.scores.append(scores.clamp(min=-50))
         for index, earlier in enumerate(self.scores[-4:-1]):
             scores -= 0.3 * (index + 1) * earlier
         return scores

@@ -1,4 +1,4 @@
-"""Random generation settings, processors and criteria on random pairs: the text of plain generation, token by token."""
+"""Random generation settings, processors and criteria on random pairs give the text of plain generation."""
 
 from __future__ import annotations
 
