@@ -490,3 +490,24 @@ def test_half_a_surrogate_pair_is_learned_as_a_replacement_character(tokenizer):
     )
     first, second = prepare_dataset([broken, mended], tokenizer, max_length=90)["input_ids"]
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "needs at least one row"),
+        ([{"input_ids": [1, 2]}], "it lacks supervised_mask, sample_id. Prepare"),
+        ([PREPARED, {**PREPARED, "supervised_mask": [True]}], "1 entries in supervised_mask for 3 input_ids"),
+        ([{**PREPARED, "segment_ids": [0, 0, 1]}, PREPARED], "it lacks segment_ids"),
+        ([{**PREPARED, "segment_ids": [0]}], "1 entries in segment_ids for 3"),
+    ],
+)
+def test_the_collator_refuses_rows_that_are_not_prepared(rows, words):
+    with pytest.raises(ValueError, match=words):
+        DFlashCollator()(rows)
+
+
+@pytest.mark.parametrize("arguments", [{"padding_side": "centre"}, {"pad_to_multiple_of": 0}])
+def test_arguments_of_the_collator_are_checked(arguments):
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.* must be"):
+        DFlashCollator(**arguments)

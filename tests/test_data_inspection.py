@@ -65,6 +65,11 @@ def prepared(*masks: str, **columns) -> datasets.Dataset:
     return dataset
 
 
+def packed(*masks: str) -> datasets.Dataset:
+    """Packed rows, which training keeps even without a supervised token, of one document each."""
+    return prepared(*masks).add_column("segment_ids", [[0] * len(mask) for mask in masks])
+
+
 def row_of(mask: str, *blocks: Block) -> InspectedRow:
     """A row of the text "abc…" with these blocks."""
     return InspectedRow(
@@ -159,7 +164,7 @@ def test_the_context_of_a_packed_row_starts_at_its_document(tokenizer):
 
 
 def test_rows_without_a_window_are_counted(tokenizer):
-    rows = TrainingRows(prepared("..xxxxx", ".....x", ".....", "x..."), tokenizer, max_length=99)
+    rows = TrainingRows(packed("..xxxxx", ".....x", ".....", "x..."), tokenizer, max_length=99)
     statistics = statistics_of(rows)
     assert statistics.lengths == [7, 6, 5, 4]
     assert statistics.supervised == [5, 1, 0, 1]
@@ -194,7 +199,7 @@ def test_rows_that_training_drops_are_counted_by_reason(tokenizer):
 def test_statistics_equal_a_count_token_by_token(tokenizer):
     drawn = random.Random(5)
     masks = ["".join(drawn.choice(".xx") for _ in range(drawn.choice([1, 2, 5, 17, 40]))) for _ in range(21)]
-    rows = TrainingRows(prepared(*masks), tokenizer, max_length=99)
+    rows = TrainingRows(packed(*masks), tokenizer, max_length=99)
     statistics = statistics_of(rows)
     for index, mask in enumerate(masks):
         anchors = [a for a in range(len(mask) - 1) if mask[a + 1] == "x"]
@@ -374,7 +379,7 @@ def test_every_block_and_supervised_part_is_drawn_to_scale():
 
 def test_rows_that_are_all_dropped_or_empty_are_shown_all_the_same(tokenizer, tmp_path):
     raw = TrainingRows(datasets.Dataset.from_list([conversation("why?", "")] * 2), tokenizer, max_length=5)
-    empty = TrainingRows(prepared("", "."), tokenizer, max_length=5)
+    empty = TrainingRows(packed("", "."), tokenizer, max_length=5)
     for rows, words in (
         (raw, "5 tokens, truncated at max_length, 0 supervised; dropped: without supervised"),
         (empty, "0 blocks"),
@@ -419,7 +424,7 @@ def test_bad_input_of_inspect_is_one_clear_line(run, saved_target, tmp_path, mon
     (bare / "chat_template.jinja").unlink()
     data = write_rows(tmp_path / "rows.jsonl", [conversation("1?", "one"), conversation("2?", "two")])
     empty = write_rows(tmp_path / "empty.jsonl", [])
-    no_ids = write_rows(tmp_path / "no_ids.jsonl", [{"input_ids": [1, 2], "supervised_mask": [False, True]}])
+    no_ids = write_rows(tmp_path / "no_ids.jsonl", [{"input_ids": [1, 2], "segment_ids": [0, 0]}])
     foreign = write_rows(tmp_path / "foreign.jsonl", [{"input_ids": [1, 999]}])
     closed = tmp_path / "closed"
     closed.mkdir()
@@ -428,7 +433,7 @@ def test_bad_input_of_inspect_is_one_clear_line(run, saved_target, tmp_path, mon
     cases = [
         ([tmp_path / "none.jsonl"], "does not exist"),
         ([empty], "is empty"),
-        ([no_ids], "need input_ids and sample_id too"),
+        ([no_ids], "Rows with segment_ids are packed and need input_ids"),
         ([foreign], "the token ids of the target are 0 … 271"),
         ([data, "--row", "2"], "Row 2 does not exist: the data set has rows 0 … 1"),
         ([data, "--row", "-1"], "Row -1 does not exist"),
@@ -458,3 +463,16 @@ def test_bad_input_of_inspect_is_one_clear_line(run, saved_target, tmp_path, mon
 
 def test_the_seed_of_the_command_is_that_of_training():
     assert DFlashTrainingArguments.seed == TRAINING_SEED
+
+
+def test_rows_with_a_supervised_mask_are_shown_as_training_prepares_them(tokenizer):
+    """They were shown without truncation and without a reason to drop them, and training checks them."""
+    rows = TrainingRows(prepared("..xxxx", "....", "....xx"), tokenizer, max_length=4)
+    shown = [rows.inspect(index, PLAN) for index in range(3)]
+    assert [len(row.input_ids) for row in shown] == [4, 4, 4]
+    assert [row.drop_reason for row in shown] == [
+        "", "without supervised tokens", "without supervised tokens within max_length",
+    ]  # fmt: skip
+    foreign = TrainingRows(prepared("..xx"), tokenizer, max_length=9, num_embeddings=2)
+    with pytest.raises(ValueError, match="token ids of the target are 0 … 1"):
+        foreign[0]

@@ -6,6 +6,7 @@ from datetime import date, datetime
 
 import pytest
 from chat_templates import FAMILIES, end_ids, family_tokenizer, metaspace_tokenizer
+from tokenizers import processors
 
 from dflash_hf.data.chat_template import ChatTemplateError
 from dflash_hf.data.labels import read_row, split_turns, tokenize_row
@@ -688,3 +689,20 @@ def test_turns_that_a_template_changes_later_get_rows_of_their_own(family, thoug
         read_row(second, tokenizer, eos_token_ids=ends).input_ids
         == read_row(chat(HI, thought, MORE, thought), tokenizer, eos_token_ids=ends).input_ids
     )
+
+
+@pytest.mark.parametrize("added", ["<|user|> $A", "$A <|end|>", "<|user|> $A <|end|>", "<|user|> <|system|> $A", "$A"])
+@pytest.mark.parametrize("prompt", ["2+2=", "", "<|user|>2+2=", " "])
+def test_the_prompt_of_a_text_row_has_the_special_tokens_that_the_tokenizer_adds(tokenizer, added, prompt):
+    """It lacked the first token, with which every prompt of serving begins."""
+    special = [(text, tokenizer.convert_tokens_to_ids(text)) for text in ("<|user|>", "<|end|>", "<|system|>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=added, special_tokens=special)
+    ids, mask = tokenize_row({"prompt": prompt, "completion": "4"}, tokenizer, max_length=None)
+    served = tokenizer(prompt)["input_ids"]
+    if added.endswith("<|end|>"):  # the end of a text is not the end of a prompt
+        served = served[:-1]
+    assert ids == [*served, *tokenizer("4", add_special_tokens=False)["input_ids"]]
+    assert mask == [False] * len(served) + [True]
+    ids, _ = tokenize_row({"messages": [HI, FOUR]}, tokenizer, max_length=None)  # a template writes its own
+    assert ids[0] == tokenizer.convert_tokens_to_ids("<|user|>")
+    assert ids.count(ids[0]) == 1

@@ -644,3 +644,44 @@ def test_prepared_rows_of_another_tokenizer_or_with_the_mask_token_are_refused(t
         check(prepared.train, str(tmp_path / "p"), family_tokenizer("phi-3"), max_length=90, mask_token_id=299)
     with pytest.raises(ValueError, match=f"contains the mask token {text.eos_token_ids[0]}"):
         check(prepared.train, str(tmp_path / "p"), text.tokenizer, max_length=90, mask_token_id=text.eos_token_ids[0])
+
+
+def test_conversations_in_the_form_of_sharegpt_are_prepared_with_their_tools(run, saved_target, tmp_path):
+    """The column was refused, and text parts, JSON text and other names of speakers were learned as they are."""
+    expected = prepare([chat("Hi", "It is 4.", tools=[{"type": "function", "function": {"name": "add"}}])])
+    row = {
+        "conversations": json.dumps([{"from": "human", "value": "Hi"}, {"from": "chatgpt", "value": "It is 4."}]),
+        "tools": json.dumps([{"type": "function", "function": {"name": "add"}}]),
+        "chat_template_kwargs": "",
+    }
+    prepared = prepare([row])
+    assert prepared.train["input_ids"][:] == expected.train["input_ids"][:]
+    assert (prepared.dropped, prepared.mismatches) == ({}, [])
+
+
+def test_keys_of_messages_that_the_template_ignores_are_in_the_report(run, saved_target, tmp_path):
+    rows = [chat("2+2?"), chat("3+3?"), chat("4+4?")]
+    for row in rows[:2]:
+        row["messages"][1]["reasoning_content"] = "hm"
+    rows[0]["messages"][0]["name"] = "Bob"
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = run("prepare", "--target", saved_target(), "--dataset", path, "--out", tmp_path / "out")
+    assert code == 0
+    assert " ".join(out.split()).count("not rendered by the chat template, so not learned: the key of messages") == 2
+    report = prepared_folder.read_report(tmp_path / "out")
+    assert report["rows"]["ignored_message_keys"] == {"reasoning_content": 2, "name": 1}
+
+
+def test_an_error_of_which_every_row_was_refused_has_the_first_reason():
+    rows = [{"conversations": [{"from": "alien", "value": "Hi"}]}]
+    with pytest.raises(ValueError, match=r"No usable row is left: 1 rows.*first refusal is of row 0: .*'alien'"):
+        prepare(rows)
+
+
+def test_turns_of_a_prompt_and_a_completion_are_split(monkeypatch):
+    """Rows without a column `messages` ended in a KeyError."""
+    messages = chat("2+2?", THOUGHT, "3+3?", THOUGHT)["messages"]
+    for row in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
+        prepared = prepare([row], "qwen3", split_turns=True)
+        assert (prepared.num_after_split, len(prepared.train)) == (2, 2)

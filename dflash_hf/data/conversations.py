@@ -39,9 +39,13 @@ class UnreadableRowError(ValueError):
     """The texts or messages of a row cannot be read."""
 
 
-def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
+class ParsedRow(dict[str, Any]):
+    """A row from [`parse_row`], whose nulls in tools and arguments are those of JSON text and not of columns."""
+
+
+def parse_row(row: Mapping[str, Any]) -> ParsedRow:
     """
-    Convert the conversation of a row to messages with `role` and `content`. A converted row does not change again.
+    Convert the conversation of a row to messages with `role` and `content`. A parsed row is returned as it is.
 
     Args:
         row (`Mapping`):
@@ -50,16 +54,19 @@ def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
             text. `system` or `system_prompt` is a system message that is not among the messages.
 
     Returns:
-        `dict`: The row without nulls, with `messages`, or with `prompt` and `completion` as texts or as lists of
-        messages. The content of a message is a text or a list of text parts. Halves of surrogate pairs are replaced.
+        [`ParsedRow`]: The row without nulls, with `messages`, or with `prompt` and `completion` as texts or as lists
+        of messages. The content of a message is a text or a list of text parts. Halves of surrogate pairs are
+        replaced.
 
     Raises:
         UnreadableRowError: JSON text cannot be parsed, a speaker is unknown, a content is no text, or the row has
             images or other media.
         ValueError: A message is not a mapping with a role.
     """
+    if isinstance(row, ParsedRow):
+        return row
     check_has_no_media(row)
-    parsed = {name: value for name, value in row.items() if value is not None}
+    parsed = ParsedRow({name: value for name, value in row.items() if value is not None})
     if "tools" in parsed:
         parsed["tools"] = parse_tools(parsed["tools"])
     if "chat_template_kwargs" in parsed:
@@ -109,13 +116,14 @@ def parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
         UnreadableRowError, ValueError: See [`parse_row`].
     """
     if isinstance(value, str):
-        value = _json(name, value) or []
-    value = value.tolist() if hasattr(value, "tolist") else value
+        value = _json(name, value) if value.strip() else []
+    else:
+        value = without_lone_surrogates(without_nulls(value.tolist() if hasattr(value, "tolist") else value))
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UnreadableRowError(
             f"The row's {name} is {_short(value)}, and it must be a list of messages. Convert it."
         )
-    return [_message(entry) for entry in without_lone_surrogates(without_nulls(value))]
+    return [_message(entry) for entry in value]
 
 
 def parse_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -151,7 +159,7 @@ def parse_template_kwargs(value: Any) -> dict[str, Any]:
             f"The row's chat_template_kwargs are {_short(value)}, and they must be a mapping, or JSON text of it. "
             "Convert the column."
         )
-    return dict(without_nulls(without_lone_surrogates(kwargs)))
+    return dict(without_lone_surrogates(kwargs))
 
 
 def with_system_prompt(messages: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -239,6 +247,8 @@ def _check_pair(prompt: str | list[Any], completion: str | list[Any], row: Mappi
 
 def _message(entry: Any) -> dict[str, Any]:
     """Return a message with `role` and `content`, or convert one with `from` and `value`."""
+    if isinstance(entry, Mapping):
+        entry = {name: value for name, value in entry.items() if value is not None}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("role", entry.get("from")), str):
         raise ValueError(
             f"A message of the row is {_short(entry)}, and a message must be a mapping with `role` and `content`. "
@@ -255,7 +265,7 @@ def _message(entry: Any) -> dict[str, Any]:
     if "role" not in entry and speaker.lower() in _CALLS:
         content, calls = None, _calls_of_text(content)
     elif calls is None and "function_call" in entry:
-        calls = [_json("function_call", entry["function_call"])]
+        calls = _calls_of_text(entry["function_call"])
     converted = {"role": role, "content": _content(content, role), "tool_calls": _tool_calls(calls)}
     others = {name: value for name, value in entry.items() if name not in (*converted, *_CONVERTED_KEYS)}
     message = {name: value for name, value in converted.items() if value is not None} | others
@@ -300,7 +310,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
 
 
 def _calls_of_text(text: Any) -> list[dict[str, Any]]:
-    """Return the tool calls of a message from `function_call`, whose text is one call or a list of calls as JSON."""
+    """Return the tool calls of a `function_call`, which is one call or a list of calls, or JSON text of them."""
     calls = _json("function_call", text)
     calls = calls if isinstance(calls, list) else [calls]
     return [

@@ -17,11 +17,10 @@ from .chat_template import (
 )
 from .conversations import (
     CONVERSATION_COLUMNS,
+    ParsedRow,
     as_messages,
     carries_loss,
     parse_row,
-    parse_template_kwargs,
-    parse_tools,
 )
 from .token_rows import TOKEN_COLUMNS, TokenizedRow, read_token_row
 
@@ -128,7 +127,7 @@ def convert_row(
     row: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> ParsedRow:
     """
     Convert the messages of a row to the form that the chat template renders.
 
@@ -137,7 +136,7 @@ def convert_row(
             The arguments of [`tokenize_row`].
 
     Returns:
-        `dict`: The row as [`parse_row`] returns it, with arguments of tool calls and contents as
+        [`ParsedRow`]: The row as [`parse_row`] returns it, with arguments of tool calls and contents as
         [`ChatRenderer.adapt`] returns them.
 
     Raises:
@@ -148,10 +147,10 @@ def convert_row(
         return parsed
     renderer = row_renderer(parsed, tokenizer, chat_template_kwargs)
     if "messages" in parsed:
-        return {**parsed, "messages": renderer.adapt(parsed["messages"])}
+        return ParsedRow({**parsed, "messages": renderer.adapt(parsed["messages"])})
     count = len(parsed["prompt"])
     messages = renderer.adapt([*parsed["prompt"], *parsed["completion"]])
-    return {**parsed, "prompt": messages[:count], "completion": messages[count:]}
+    return ParsedRow({**parsed, "prompt": messages[:count], "completion": messages[count:]})
 
 
 def read_converted_row(
@@ -278,8 +277,9 @@ def row_renderer(
     Returns:
         [`ChatRenderer`]
     """
-    own = parse_template_kwargs(row.get("chat_template_kwargs") or {})
-    return ChatRenderer(tokenizer, parse_tools(row.get("tools")), {**(chat_template_kwargs or {}), **own})
+    parsed = parse_row(row)
+    own = parsed.get("chat_template_kwargs", {})
+    return ChatRenderer(tokenizer, parsed.get("tools"), {**(chat_template_kwargs or {}), **own})
 
 
 def unsupervised_turns(
@@ -334,7 +334,7 @@ def split_turns(row: Mapping[str, Any], turns: Sequence[int]) -> Iterator[dict[s
     messages, _ = conversation_of(row)
     shared = {name: value for name, value in parse_row(row).items() if name not in not_shared}
     for turn in turns:
-        yield {**shared, "prompt": messages[:turn], "completion": [messages[turn]]}
+        yield ParsedRow({**shared, "prompt": messages[:turn], "completion": [messages[turn]]})
 
 
 class _TurnTokenizer:

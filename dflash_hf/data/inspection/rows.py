@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
 from ..collator import DFlashCollator
-from ..dataset import prepare_row
+from ..conversations import CONVERSATION_COLUMNS
+from ..dataset import PREPARED_COLUMNS, prepare_row
 from .text import token_pieces, visible
 
 
@@ -25,14 +26,13 @@ class TrainingRows:
 
     Args:
         dataset (`datasets.Dataset`):
-            Rows in any form that [`prepare_row`] accepts. Rows with a `supervised_mask` count as prepared and are
-            used without a change, as in training.
+            Rows in any form that [`prepare_row`] accepts, or packed rows.
         tokenizer, max_length, eos_token_ids, num_embeddings:
             The arguments of [`prepare_row`].
 
     Raises:
         ValueError: The data set is empty, `max_length` is below 1, rows of messages come with a tokenizer that has no
-            chat template, or prepared rows have no `sample_id`. On access: the row breaks a rule of [`prepare_row`].
+            chat template, or packed rows lack a column. On access: the row breaks a rule of [`prepare_row`].
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class TrainingRows:
             )
         if max_length < 1:
             raise ValueError(f"max_length={max_length} must be at least 1. Pass a positive number of tokens.")
-        self.is_prepared = "supervised_mask" in columns
-        if self.is_prepared and not {"input_ids", "sample_id"} <= columns:
+        self.is_packed = "segment_ids" in columns
+        if self.is_packed and not {"input_ids", "supervised_mask", "sample_id"} <= columns:
             raise ValueError(
-                f"The rows have the columns {sorted(columns)}. Rows with a supervised_mask count as prepared and need "
-                "input_ids and sample_id too. Add these columns, or rename the mask to loss_mask."
+                f"The rows have the columns {sorted(columns)}. Rows with segment_ids are packed and need input_ids, "
+                "supervised_mask and sample_id too. Pass the output of pack_dataset, or the documents."
             )
-        if "messages" in columns and "input_ids" not in columns and not tokenizer.chat_template:
+        if columns & set(CONVERSATION_COLUMNS) and "input_ids" not in columns and not tokenizer.chat_template:
             raise ValueError(
                 f"The rows contain messages, but the tokenizer of {tokenizer.name_or_path} has no chat template to "
                 "render them. Pass rows with prompt and completion texts, rows of input_ids with a loss_mask, or a "
@@ -76,10 +76,9 @@ class TrainingRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a row with `input_ids`, `supervised_mask`, `sample_id`, `drop_reason` and `is_truncated`."""
         row: dict[str, Any] = self.dataset[index]
-        if not self.is_prepared:
+        if not self.is_packed:
             return prepare_row(row, index, self.tokenizer, **self._preparation, description="inspected")
-        names = ("input_ids", "supervised_mask", "sample_id", "segment_ids")
-        return {**{name: row[name] for name in names if name in row}, "drop_reason": "", "is_truncated": False}
+        return {**{name: row[name] for name in PREPARED_COLUMNS}, "drop_reason": "", "is_truncated": False}
 
     def sample(self, limit: int) -> Sequence[int]:
         """
