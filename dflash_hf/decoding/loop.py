@@ -249,10 +249,13 @@ class DecodingLoop:
         if not tree.is_chain and recorder.scores is not None:
             scores = scores.take_along_dim(path[..., None], 1)
         written = self._write(proposal, acceptance, path)
-        values = torch.cat([acceptance.num_accepted[:, None], node[:, None], written], dim=1)
+        is_finite = (
+            torch.ones_like(node) if proposal.is_finite is None else proposal.is_finite.to(node).expand_as(node)
+        )
+        values = torch.stack([acceptance.num_accepted, node, is_finite, *written.unbind(1)], dim=1)
         on_host = values.tolist()  # the one place of a pass where the host waits for the device
         token_ids, is_finished = [], []
-        for length, (num_accepted, _, *tokens) in zip(sequences.lengths, on_host, strict=True):
+        for length, (num_accepted, _, _, *tokens) in zip(sequences.lengths, on_host, strict=True):
             count, done = self.stopping_criteria.truncate(length, tokens[: num_accepted + 1])
             token_ids.append(tokens[:count])
             is_finished.append(done)
@@ -262,6 +265,7 @@ class DecodingLoop:
             is_finished=is_finished,
             nodes=[values[1] for values in on_host],
             path=path,
+            is_finite=bool(on_host[0][2]),
             expected_sum=acceptance.expected.sum(),
             scores=scores,
         )
@@ -291,7 +295,7 @@ class DecodingLoop:
         counts = [len(token_ids) for token_ids in decision.token_ids]
         if proposal.is_finite is not None:
             recorder.expected_sum = recorder.expected_sum + decision.expected_sum
-            if not proposal.is_finite:
+            if not decision.is_finite:
                 self._warn_of_overflow()
         if not tree.is_chain and recorder.logits is not None:
             logits = logits.take_along_dim(decision.path[..., None], 1)

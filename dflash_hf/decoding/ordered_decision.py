@@ -25,6 +25,7 @@ class PassDecision:
         is_finished (`list[bool]`): whether each sequence ends with its last new token.
         nodes (`list[int]`): the last accepted node of each sequence.
         path (`torch.LongTensor` of shape `[sequences, slots]`): the nodes of the tree on the way to that node.
+        is_finite (`bool`): whether all hidden states of the draft were finite.
         expected_sum (`torch.FloatTensor` of shape `[]`): sum over the sequences of the number of tokens that the pass
             commits in expectation.
         scores (`torch.FloatTensor` of shape `[sequences, slots, vocabulary]` or one such tensor a sequence):
@@ -36,6 +37,7 @@ class PassDecision:
     is_finished: list[bool]
     nodes: list[int]
     path: torch.Tensor
+    is_finite: bool
     expected_sum: torch.Tensor
     scores: torch.Tensor | list[torch.Tensor]
 
@@ -137,6 +139,7 @@ class OrderedDecision:
             is_finished=[sequence.is_finished for sequence in progress],
             nodes=nodes,
             path=tree.paths[torch.tensor(nodes, device=tree.paths.device)],
+            is_finite=proposal.is_finite is None or bool(proposal.is_finite),
             expected_sum=torch.tensor(float(sum(len(sequence.token_ids) for sequence in progress))),
             scores=[torch.stack(sequence.scores) for sequence in progress],
         )
