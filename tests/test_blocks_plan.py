@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy
 import pytest
 import reference
 import torch
 
 from dflash_hf import DFlashBatchPlan, build_dflash_batch_plan
+from dflash_hf.blocks.attention import dense_block_mask
+from dflash_hf.blocks.batch import TokenBatch
 from dflash_hf.blocks.plan import mix
 
 HOLES = [[0, 0] + [1] * 10 + [0] + [1] * 7]
@@ -131,12 +134,82 @@ def test_supervision_in_the_tail_alone_gives_a_block():
         ({"anchors_per_sample": 0}, ValueError, "anchors_per_sample=0"),
         ({"gamma": 0}, ValueError, "gamma=0"),
         ({"optimizer_step": -1}, ValueError, "optimizer_step=-1"),
+        ({"seed": -1}, ValueError, "seed=-1"),
         ({"supervised_mask": [[1, 1]]}, ValueError, "supervised_mask has shape"),
     ],
 )
 def test_bad_numbers_and_shapes_are_named(change, error, words):
     with pytest.raises(error, match=words):
         build([[1] * 9], [3], **change)
+
+
+@pytest.mark.parametrize("name", ["seed", "optimizer_step"])
+@pytest.mark.parametrize("number", [2**53, 2**57, 2**58 + 3, 2**60, 2**63, 10**30])
+def test_a_seed_or_a_step_that_would_overflow_is_refused(name, number):
+    """Beyond 2**57 the anchors were those of another number, and beyond 2**60 the error was one of torch."""
+    with pytest.raises(ValueError, match=f"{name}={number} must be in 0 … {2**53 - 1}"):
+        build([[1] * 9], [3], **{name: number})
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_largest_numbers_give_the_anchors_of_the_loop_written_oracle(replacement):
+    largest = 2**53 - 1
+    plan = build([[1] * 40], [largest], optimizer_step=largest, seed=largest, replacement=replacement)
+    blocks = reference.plan([[1] * 40], [largest], 6, 3, largest, largest, replacement=replacement)
+    assert plan.anchor_positions.tolist() == [block["anchor"] for block in blocks]
+
+
+@pytest.mark.parametrize("name", ["seed", "optimizer_step", "gamma", "anchors_per_sample"])
+@pytest.mark.parametrize("number", [True, 2.0, 2.5, float("nan"), "2", None, torch.tensor(2)])
+def test_a_number_that_is_no_integer_is_refused(name, number):
+    with pytest.raises(TypeError, match=f"{name}=.* must be an integer"):
+        build([[1] * 9], [3], **{name: number})
+
+
+@pytest.mark.parametrize("name", ["gamma", "anchors_per_sample"])
+def test_a_number_of_blocks_or_slots_that_fits_no_memory_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=.* must be in 1 … "):
+        build([[1] * 9], [3], **{name: 2**53})
+
+
+def test_integers_of_numpy_are_integers():
+    numbers = {name: numpy.int64(2) for name in ("seed", "optimizer_step", "gamma", "anchors_per_sample")}
+    plain = dict.fromkeys(numbers, 2)
+    assert build([[1] * 9], [3], **numbers).anchor_ids.tolist() == build([[1] * 9], [3], **plain).anchor_ids.tolist()
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize(("rows", "length"), [(2, 0), (0, 5), (0, 0)])
+def test_a_batch_without_tokens_gives_a_plan_without_a_valid_block(rows, length, partial, replacement):
+    valid = torch.ones(rows, length, dtype=torch.bool)
+    plan = build_dflash_batch_plan(
+        valid,
+        torch.arange(rows),
+        anchors_per_sample=3,
+        gamma=3,
+        optimizer_step=0,
+        seed=0,
+        supervised_mask=valid,
+        segment_ids=valid.long(),
+        replacement=replacement,
+        partial_windows=partial,
+    )
+    assert [plan.block_valid.tolist(), plan.anchor_positions.tolist()] == [[False] * 3 * rows, [0] * 3 * rows]
+    assert plan.loss_mask.shape == plan.slot_valid.shape == plan.query_positions.shape == (3 * rows, 4)
+    assert not plan.loss_mask.any()
+    assert plan.query_positions.eq(0).all()
+    batch = TokenBatch(valid.long(), valid)
+    assert not batch.plan_every_anchor(4).block_valid.any()
+    with pytest.raises(ValueError, match=r"The batch has the shape \["):
+        dense_block_mask(plan, batch)
+
+
+def test_a_plan_of_another_batch_is_refused():
+    plan = build([[1] * 9], [3])
+    valid = torch.ones(4, 9, dtype=torch.bool)
+    with pytest.raises(ValueError, match="6 blocks, which is no multiple of the 4 rows"):
+        dense_block_mask(plan, TokenBatch(valid.long(), valid))
 
 
 @pytest.mark.parametrize("sample_id", [-1, 2**53])
@@ -149,6 +222,8 @@ def test_wrong_dtypes_are_refused():
     mask = torch.ones(1, 9)
     with pytest.raises(TypeError, match="token_valid_mask has dtype"):
         build_dflash_batch_plan(mask, torch.tensor([1]), anchors_per_sample=1, gamma=1, optimizer_step=0, seed=0)
+    with pytest.raises(TypeError, match="token_valid_mask is a list and must be a tensor"):
+        build_dflash_batch_plan([[True]], torch.tensor([1]), anchors_per_sample=1, gamma=1, optimizer_step=0, seed=0)
     with pytest.raises(TypeError, match="sample_ids has dtype"):
         build_dflash_batch_plan(
             mask.bool(), torch.tensor([1.0]), anchors_per_sample=1, gamma=1, optimizer_step=0, seed=0

@@ -40,6 +40,31 @@ class BlockGroup:
     hidden: torch.Tensor
 
 
+def anchors_of_rows(plan: DFlashBatchPlan, batch: TokenBatch) -> torch.Tensor:
+    """
+    Return the anchors of a plan by row, and refuse a batch on which the plan cannot be run.
+
+    Args:
+        plan ([`DFlashBatchPlan`]): the `N = R * M` blocks.
+        batch ([`TokenBatch`]): the sequences for which the plan was built.
+
+    Returns:
+        `torch.LongTensor` of shape `[R, M]`.
+
+    Raises:
+        ValueError: the batch has no token, or the blocks cannot be divided among its rows.
+    """
+    shape, num_blocks = list(batch.input_ids.shape), len(plan.anchor_positions)
+    if 0 in shape:
+        raise ValueError(f"The batch has the shape {shape}, in which no block has an anchor. Leave such a batch out.")
+    if num_blocks % batch.num_rows:
+        raise ValueError(
+            f"The plan has {num_blocks} blocks, which is no multiple of the {batch.num_rows} rows of the batch. Build "
+            "the plan from the masks of this batch."
+        )
+    return plan.anchor_positions.view(batch.num_rows, -1)
+
+
 class BlockAttention:
     """
     Attention of the blocks of a plan in which no block is multiplied with the keys of another block.
@@ -68,7 +93,7 @@ class BlockAttention:
         self.length = batch.length
         self.query_valid_mask = plan.slot_valid.view(batch.num_rows, -1)
         block_size, device = plan.block_size, batch.valid.device
-        anchors = plan.anchor_positions.view(batch.num_rows, -1)
+        anchors = anchors_of_rows(plan, batch)
         visible = visible_context(plan, batch, window=window)  # [R, M, B or 1, S]
         self.groups = _group_blocks(visible, max(QUERIES_PER_GROUP // block_size, 1))
 
@@ -147,7 +172,7 @@ def visible_context(plan: DFlashBatchPlan, batch: TokenBatch, *, window: int | N
         `torch.BoolTensor` of shape `[R, M, B, S]` with a window, which is measured from the position of each slot, and
         of shape `[R, M, 1, S]` without one; all False for an invalid block.
     """
-    anchors = plan.anchor_positions.view(batch.num_rows, -1)
+    anchors = anchors_of_rows(plan, batch)
     columns = torch.arange(batch.length, device=batch.valid.device)
     visible = (columns < anchors[..., None]) & batch.valid[:, None] & plan.block_valid.view(batch.num_rows, -1, 1)
     if batch.segment_ids is not None:
@@ -207,8 +232,8 @@ def dense_block_mask(
     Returns:
         `torch.BoolTensor` of shape `[R, 1, M * B, S + M * B]`, True = visible; keys are the context, then the slots.
     """
-    rows, block_size = batch.num_rows, plan.block_size
-    blocks, device = plan.anchor_positions.numel() // rows, batch.valid.device
+    blocks = anchors_of_rows(plan, batch).shape[1]
+    rows, block_size, device = batch.num_rows, plan.block_size, batch.valid.device
     sees_context = visible_context(plan, batch, window=window)
     sees_context = sees_context.expand(-1, -1, block_size, -1).flatten(1, 2)  # [R, M * B, S]
 
@@ -237,7 +262,7 @@ def flex_block_mask(
     """
     rows, length, valid = batch.num_rows, batch.length, batch.valid
     block_size = plan.block_size
-    anchors = plan.anchor_positions.view(rows, -1)
+    anchors = anchors_of_rows(plan, batch)
     num_slots = anchors.shape[1] * block_size
     slot_valid = plan.slot_valid.view(rows, num_slots)
     documents = torch.zeros_like(batch.input_ids) if batch.segment_ids is None else batch.segment_ids

@@ -103,13 +103,13 @@ class TokenBatch:
             block_size (`int`): slots of a block, the anchor included.
 
         Returns:
-            [`DFlashBatchPlan`] of `R * S` blocks, `S` for each sequence: its valid blocks come first, in ascending
-            order of their anchors.
+            [`DFlashBatchPlan`] of `R * S` blocks, `S` for each sequence and at least one: its valid blocks come
+            first, in ascending order of their anchors.
         """
         return build_dflash_batch_plan(
             self.valid,
             torch.zeros(self.num_rows, dtype=torch.int64, device=self.input_ids.device),
-            anchors_per_sample=self.length,
+            anchors_per_sample=max(self.length, 1),
             gamma=block_size - 1,
             optimizer_step=0,
             seed=0,

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import align_module_device
 
 from ..model.modeling_dflash import DFlashDraftModel, module_tensor
-from .attention import training_masks
+from .attention import anchors_of_rows, training_masks
 from .batch import TokenBatch
 from .head_losses import chunked_head_losses
 from .losses import CROSS_ENTROPY, LossTerms, dpace_weights, position_weights
@@ -60,7 +60,7 @@ def block_hidden_states(
             "The batch has hidden_states=None, and the draft reads the hidden states of the target as its context. "
             "Add them with batch.with_hidden_states(target_hidden_states(...))."
         )
-    anchors = plan.anchor_positions.view(batch.num_rows, -1)
+    anchors = anchors_of_rows(plan, batch)
     positions = batch.position_ids
     slots = torch.arange(plan.block_size, device=positions.device)
     slot_positions = (positions.gather(1, anchors)[..., None] + slots).flatten(1)

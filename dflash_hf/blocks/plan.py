@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 
 import torch
 from torch.nn import functional
 
 MIX_MODULUS = 2147483647
 MIX_FACTOR = 73244475
-MAX_SAMPLE_ID = 2**53 - 1
+MAX_SAMPLE_ID = 2**53 - 1  # 17 ids + 31 steps + 43 seeds of this size stay below 2**62
+MAX_BLOCKS = 2**24  # blocks of a row, and slots of a block
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,13 @@ def build_dflash_batch_plan(
         sample_ids (`torch.LongTensor` of shape `[R]`):
             One id for each row, in `0 … 2**53 - 1`.
         anchors_per_sample (`int`):
-            Number of blocks for each row.
+            Number of blocks for each row, in `1 … 2**24`.
         gamma (`int`):
-            Draft slots of a block, `block_size - 1`.
+            Draft slots of a block, `block_size - 1`, in `1 … 2**24`.
         optimizer_step (`int`):
-            Number of completed optimizer steps.
+            Number of completed optimizer steps, in `0 … 2**53 - 1`.
         seed (`int`):
-            Seed of the run.
+            Seed of the run, in `0 … 2**53 - 1`.
         supervised_mask (`torch.BoolTensor` of shape `[R, S]`, *optional*):
             True at labels that carry loss. An anchor then needs a supervised next token, and supervision in a block
             stops at the first unsupervised label. All labels carry loss if unset.
@@ -120,10 +122,10 @@ def build_dflash_batch_plan(
             Slots past the end carry no loss. They attend like all others, as mask tokens at the next positions.
 
     Returns:
-        [`DFlashBatchPlan`] on the device of the inputs.
+        [`DFlashBatchPlan`] on the device of the inputs. All blocks of rows of length 0 are invalid.
 
     Raises:
-        TypeError: a mask or an id tensor has the wrong dtype.
+        TypeError: a mask or an id tensor has the wrong dtype, or a number is no integer.
         ValueError: a shape, a device or a number breaks its rule.
 
     Source: the reference recipe of DFlash training; `supervised_mask`, `segment_ids`, `replacement=False` and
@@ -140,14 +142,18 @@ def build_dflash_batch_plan(
     ```
     """
     _check_arguments(token_valid_mask, sample_ids, supervised_mask, segment_ids)
-    for name, number, minimum in (
-        ("anchors_per_sample", anchors_per_sample, 1),
-        ("gamma", gamma, 1),
-        ("optimizer_step", optimizer_step, 0),
-        ("seed", seed, 0),
+    for name, number, limits in (
+        ("anchors_per_sample", anchors_per_sample, (1, MAX_BLOCKS)),
+        ("gamma", gamma, (1, MAX_BLOCKS)),
+        ("optimizer_step", optimizer_step, (0, MAX_SAMPLE_ID)),
+        ("seed", seed, (0, MAX_SAMPLE_ID)),
     ):
-        if number < minimum:
-            raise ValueError(f"{name}={number} must be at least {minimum}.")
+        _check_number(name, number, *limits)
+    if not token_valid_mask.shape[1]:  # a column of padding, so that every index of an invalid block exists
+        token_valid_mask = functional.pad(token_valid_mask, (0, 1))
+        supervised_mask, segment_ids = (
+            None if mask is None else functional.pad(mask, (0, 1)) for mask in (supervised_mask, segment_ids)
+        )
 
     device, (rows, length) = token_valid_mask.device, token_valid_mask.shape
     block_size = gamma + 1
@@ -173,7 +179,7 @@ def build_dflash_batch_plan(
     slot_valid = block_valid[..., None].repeat(1, 1, block_size)
     loss_mask = in_window[row_index, anchors] & slot_valid & (slots > 0)
     if supervised_mask is not None:
-        carries_loss = supervised_mask[row_index[..., None], query_positions.clamp(max=max(length - 1, 0))]
+        carries_loss = supervised_mask[row_index[..., None], query_positions.clamp(max=length - 1)]
         carries_loss = (carries_loss | (slots == 0)).int().cumprod(-1).bool()
         loss_mask = loss_mask & carries_loss
     return DFlashBatchPlan(
@@ -242,6 +248,14 @@ def position_ids_of(token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | 
     return before - before.masked_fill(~is_start, 0).cummax(-1).values
 
 
+def _check_number(name: str, number: int, minimum: int, maximum: int) -> None:
+    """Refuse a number that is no integer or out of range, beyond which products overflow or nothing fits in memory."""
+    if not isinstance(number, Integral) or isinstance(number, bool):
+        raise TypeError(f"{name}={number!r} is a {type(number).__name__} and must be an integer. Pass an int.")
+    if not minimum <= number <= maximum:
+        raise ValueError(f"{name}={number} must be in {minimum} … {maximum}. Pass such a number.")
+
+
 def _check_arguments(
     token_valid_mask: torch.Tensor,
     sample_ids: torch.Tensor,
@@ -254,8 +268,10 @@ def _check_arguments(
         ("supervised_mask", supervised_mask, torch.bool),
         ("segment_ids", segment_ids, torch.int64),
     ):
-        if tensor is None:
+        if tensor is None and name != "token_valid_mask":
             continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__} and must be a tensor of {dtype}.")
         if tensor.dtype != dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype} and must be {dtype}.")
         if tensor.dim() != 2 or tensor.shape != token_valid_mask.shape:
@@ -265,6 +281,8 @@ def _check_arguments(
             )
         if tensor.device != token_valid_mask.device:
             raise ValueError(f"{name} is on {tensor.device} and must be on {token_valid_mask.device}.")
+    if not isinstance(sample_ids, torch.Tensor):
+        raise TypeError(f"sample_ids is a {type(sample_ids).__name__} and must be a tensor of torch.int64.")
     if sample_ids.dtype != torch.int64:
         raise TypeError(f"sample_ids has dtype {sample_ids.dtype} and must be torch.int64.")
     if sample_ids.shape != token_valid_mask.shape[:1]:
@@ -295,6 +313,7 @@ def blocks_of_each_row(plan: DFlashBatchPlan, rows: int, chosen: slice | Sequenc
         [`DFlashBatchPlan`]
     """
     tensors = {item.name: getattr(plan, item.name) for item in fields(plan)}
+    each_row = (rows, len(plan.anchor_positions) // max(rows, 1))
     return DFlashBatchPlan(
-        **{name: tensor.unflatten(0, (rows, -1))[:, chosen].flatten(0, 1) for name, tensor in tensors.items()}
+        **{name: tensor.unflatten(0, each_row)[:, chosen].flatten(0, 1) for name, tensor in tensors.items()}
     )
