@@ -252,8 +252,10 @@ def _check_number(name: str, number: int, minimum: int, maximum: int) -> None:
     """Refuse a number that is no integer or out of range, beyond which products overflow or nothing fits in memory."""
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(f"{name}={number!r} is a {type(number).__name__} and must be an integer. Pass an int.")
-    if not minimum <= number <= maximum:
-        raise ValueError(f"{name}={number} must be in {minimum} … {maximum}. Pass such a number.")
+    if number < minimum:
+        raise ValueError(f"{name}={number} must be at least {minimum}.")
+    if number > maximum:
+        raise ValueError(f"{name}={number} must be at most {maximum}.")
 
 
 def _check_arguments(
