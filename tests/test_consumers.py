@@ -198,9 +198,10 @@ def exported_folder(trained_folder, tmp_path_factory) -> Any:
     return export
 
 
-@pytest.fixture
-def run_vllm(prompt_ids, tmp_path) -> Any:
+@pytest.fixture(scope="module")
+def run_vllm(prompt_ids, tmp_path_factory) -> Any:
     interpreter = worker_interpreter("DFLASH_HF_VLLM_PYTHON", "vLLM")
+    folder = tmp_path_factory.mktemp("vllm")
 
     def run(draft: Path | None, dtype: str, **options: Any) -> dict[str, Any]:
         request = {
@@ -211,36 +212,42 @@ def run_vllm(prompt_ids, tmp_path) -> Any:
             "max_new_tokens": MAX_NEW_TOKENS,
             **options,
         }
-        (tmp_path / "request.json").write_text(json.dumps(request))
-        run_worker(interpreter, "vllm_worker.py", tmp_path / "request.json", tmp_path / "result.json")
-        return json.loads((tmp_path / "result.json").read_text())
+        (folder / "request.json").write_text(json.dumps(request))
+        run_worker(interpreter, "vllm_worker.py", folder / "request.json", folder / "result.json")
+        return json.loads((folder / "result.json").read_text())
 
     return run
 
 
+@pytest.fixture(scope="module")
+def serving_run(run_vllm, exported_folder) -> dict[str, Any]:
+    """Return what vLLM does with the serving layout in bf16."""
+    return run_vllm(exported_folder("serving", torch.bfloat16), "bfloat16")
+
+
 @pytest.mark.consumers
-@pytest.mark.parametrize("layout", ["serving", "speculators"])
-def test_vllm_serves_an_exported_draft_and_accepts_as_much_as_our_loop(layout, run_vllm, own_passes, exported_folder):
+def test_vllm_serves_an_exported_draft_and_accepts_as_much_as_our_loop(serving_run, own_passes):
     """The tolerance is a tenth: bf16 texts diverge at near-ties, and vLLM on a CPU normalises keys differently."""
-    result = run_vllm(exported_folder(layout, torch.bfloat16), "bfloat16")
-    acceptance_length = 1 + result["num_accepted_tokens"] / result["num_drafts"]
+    acceptance_length = 1 + serving_run["num_accepted_tokens"] / serving_run["num_drafts"]
     assert acceptance_length == pytest.approx(mean_length(own_passes[torch.bfloat16]), rel=0.1)
 
 
 @pytest.mark.consumers
-def test_vllm_opens_the_native_folder_by_the_plugin_and_runs_what_it_runs_with_the_export(run_vllm, exported_folder):
-    """Texts and the accepted tokens of every pass are equal. The tensors are bf16 in both folders."""
-    interpreter = worker_interpreter("DFLASH_HF_VLLM_PYTHON", "vLLM")
-    plugins = "from importlib.metadata import entry_points; print(*entry_points(group='vllm.general_plugins').names)"
-    found = subprocess.run([interpreter, "-c", plugins], capture_output=True, text=True, check=True)
-    if "dflash_hf" not in found.stdout.split():
+@pytest.mark.parametrize("layout", ["speculators", "muse", "native"])
+def test_vllm_runs_the_same_passes_with_every_layout(layout, run_vllm, exported_folder, serving_run):
+    """The plugin of this package opens the native layout. The tensors are bf16 in all folders."""
+    if layout == "native" and "dflash_hf" not in plugins_of(worker_interpreter("DFLASH_HF_VLLM_PYTHON", "vLLM")):
         pytest.skip("vLLM's environment lacks this package, which `pip install --no-deps -e .` adds")
-    native, exported = (
-        run_vllm(exported_folder(layout, torch.bfloat16), "bfloat16") for layout in ("native", "serving")
-    )
-    assert native["num_accepted_tokens"] > 0
+    result = run_vllm(exported_folder(layout, torch.bfloat16), "bfloat16")
+    assert result["num_accepted_tokens"] > 0
     for name in ("token_ids", "accepted", "num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos"):
-        assert native[name] == exported[name]
+        assert result[name] == serving_run[name]
+
+
+def plugins_of(interpreter: str) -> list[str]:
+    """Return the names of the plugins that vLLM finds in an environment."""
+    code = "from importlib.metadata import entry_points; print(*entry_points(group='vllm.general_plugins').names)"
+    return subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 @pytest.mark.consumers
