@@ -411,3 +411,83 @@ def suite_numbers(answers: list[dict], num_slots: int, bin_width: int) -> dict:
         "median_ratio": ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2,
         "plain_rate": sum(len(answer["plain"]) for answer in answers) / sum(answer["plain_s"] for answer in answers),
     }
+
+
+def token_row(columns: dict) -> tuple[list[int], list[bool]] | None:
+    """The tokens and the mask of a row of tokens, or None if a column must be refused."""
+    ids = columns["input_ids"]
+    masks = ("loss_mask", "supervised_mask", "completion_mask", "assistant_masks")
+    given = [name for name in (*masks, "labels", "attention_mask", "position_ids") if columns.get(name) is not None]
+    if any(type(token) is not int for token in ids) or any(len(columns[name]) != len(ids) for name in given):
+        return None
+    kept_ids, kept_mask, ended, has_begun = [], [], False, False
+    for position, token in enumerate(ids):
+        is_learned = True
+        for name in masks:
+            if name in given:
+                if columns[name][position] not in (0, 1):
+                    return None
+                is_learned = is_learned and columns[name][position] == 1
+        if "labels" in given:
+            label = columns["labels"][position]
+            if label not in (-100, token):
+                return None
+            is_learned = is_learned and label == token
+        is_real = True
+        if "attention_mask" in given:
+            if columns["attention_mask"][position] not in (0, 1):
+                return None
+            is_real = columns["attention_mask"][position] == 1
+        if is_real and ended:
+            return None
+        ended = ended or (has_begun and not is_real)
+        has_begun = has_begun or is_real
+        if is_real:
+            if "position_ids" in given and columns["position_ids"][position] != len(kept_ids):
+                return None
+            kept_ids.append(token)
+            kept_mask.append(is_learned)
+    return kept_ids, kept_mask
+
+
+def conversation_row(
+    messages: list[dict], learned: list[int], render, encode, ends: set[int], is_truncated: bool
+) -> tuple[list[int], list[bool]]:
+    """
+    The tokens and the mask of a conversation, from one render before and one after every learned turn.
+
+    `render(messages, is_prompt)` gives text and `encode` its tokens, one a byte or a special token. The template must
+    write contents as they are.
+    """
+    if not learned:
+        ids = encode(render(messages, False))
+        return ids, [False] * len(ids)
+    turns = []
+    for turn in learned:
+        prompt = encode(render(messages[:turn], True))
+        full = encode(render(messages[: turn + 1], False))
+        written = []
+        for token in full[len(prompt) :]:
+            written.append(token)
+            if token in ends:
+                break
+        turns.append((prompt, full, written))
+    prompt, ids, written = turns[-1]
+    if is_truncated:
+        written = []
+        for token in encode(messages[learned[-1]].get("content") or ""):
+            if token in ends:
+                break
+            written.append(token)
+        ids = prompt + written
+    mask = [len(prompt) <= position < len(prompt) + len(written) for position in range(len(ids))]
+    for earlier, _, said in turns[:-1]:
+        start = len(earlier)
+        equal = 0
+        while equal < len(said) and start + equal < len(prompt) and ids[start + equal] == said[equal]:
+            equal += 1
+        is_whole = equal == len(said) or (equal == len(said) - 1 and said[-1] in ends)
+        if ids[:start] == earlier and is_whole:
+            for position in range(start, start + equal):
+                mask[position] = True
+    return ids, mask

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .chat_template import LOSS_KEYS, REASONING_FIELDS, content_text, without_nulls
-from .text import without_lone_surrogates
+from .text import short, without_lone_surrogates
 
 CONVERSATION_COLUMNS = ("messages", "conversations")
 SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -120,9 +120,7 @@ def parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
     else:
         value = without_lone_surrogates(without_nulls(value.tolist() if hasattr(value, "tolist") else value))
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UnreadableRowError(
-            f"The row's {name} is {_short(value)}, and it must be a list of messages. Convert it."
-        )
+        raise UnreadableRowError(f"The row's {name} is {short(value)}, and it must be a list of messages. Convert it.")
     return [_message(entry) for entry in value]
 
 
@@ -140,7 +138,7 @@ def parse_tools(value: Any) -> list[dict[str, Any]] | None:
     tools = [_json("tools", tool) if isinstance(tool, str) else tool for tool in tools] if _is_list(tools) else [None]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise UnreadableRowError(
-            f"The row's tools are {_short(value)}, and they must be a list of mappings, or JSON text of it. Convert "
+            f"The row's tools are {short(value)}, and they must be a list of mappings, or JSON text of it. Convert "
             "the column."
         )
     return [dict(tool) for tool in without_lone_surrogates(tools)]
@@ -156,7 +154,7 @@ def parse_template_kwargs(value: Any) -> dict[str, Any]:
     kwargs = (_json("chat_template_kwargs", value) or {}) if isinstance(value, str) else without_nulls(value)
     if not isinstance(kwargs, Mapping):
         raise UnreadableRowError(
-            f"The row's chat_template_kwargs are {_short(value)}, and they must be a mapping, or JSON text of it. "
+            f"The row's chat_template_kwargs are {short(value)}, and they must be a mapping, or JSON text of it. "
             "Convert the column."
         )
     return dict(without_lone_surrogates(kwargs))
@@ -186,7 +184,7 @@ def with_system_prompt(messages: list[dict[str, Any]], row: dict[str, Any]) -> l
             messages = [system, *messages]
         elif content_text(messages[0].get("content")) != system["content"]:
             raise UnreadableRowError(
-                f"The row has the system prompt {_short(text)} in `{name}` and another one in its messages. Remove "
+                f"The row has the system prompt {short(text)} in `{name}` and another one in its messages. Remove "
                 "one of them."
             )
     return messages
@@ -220,7 +218,7 @@ def _text_or_messages(name: str, value: Any) -> str | list[dict[str, Any]]:
         value = messages
     if not _is_list(value):
         raise UnreadableRowError(
-            f"The row's {name} is {_short(value)}, and it must be a text or a list of messages. Convert the column."
+            f"The row's {name} is {short(value)}, and it must be a text or a list of messages. Convert the column."
         )
     return parse_messages(name, value)
 
@@ -251,15 +249,15 @@ def _message(entry: Any) -> dict[str, Any]:
         entry = {name: value for name, value in entry.items() if value is not None}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("role", entry.get("from")), str):
         raise ValueError(
-            f"A message of the row is {_short(entry)}, and a message must be a mapping with `role` and `content`. "
+            f"A message of the row is {short(entry)}, and a message must be a mapping with `role` and `content`. "
             "Correct the message."
         )
     speaker = entry.get("role", entry.get("from"))
     role = _ROLES.get(speaker.lower(), speaker) if "role" in entry else _SPEAKERS.get(speaker.lower())
     if role is None:
         raise UnreadableRowError(
-            f"A message of the row is from {speaker!r}, and the known speakers are {', '.join(_SPEAKERS)}. Rename the "
-            "speaker."
+            f"A message of the row is from {short(speaker)}, and the known speakers are {', '.join(_SPEAKERS)}. "
+            "Rename the speaker."
         )
     content, calls = entry.get("content", entry.get("value")), entry.get("tool_calls")
     if "role" not in entry and speaker.lower() in _CALLS:
@@ -284,8 +282,8 @@ def _content(content: Any, role: str) -> str | list[dict[str, Any]] | None:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             raise UnreadableRowError(
-                f"A message of role {role!r} has a content of the type {kind!r}, and only texts and parts of the type "
-                "'text' are read. Remove the row, or convert the content to text."
+                f"A message of role {short(role)} has a content of the type {short(kind)}, and only texts "
+                "and parts of the type 'text' are read. Remove the row, or convert the content to text."
             )
     return [{**part, "type": "text"} for part in parts]
 
@@ -300,7 +298,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
         function = _json("tool_calls", call.get("function", call)) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise UnreadableRowError(
-                f"A message has the tool call {_short(call)}, and a call must be a mapping with `name` and "
+                f"A message has the tool call {short(call)}, and a call must be a mapping with `name` and "
                 "`arguments`, by itself or in `function`. Correct the message."
             )
     return [
@@ -323,7 +321,7 @@ def _check_learnable(message: Mapping[str, Any]) -> None:
     """Raise an error if a message has no content, or if a key leaves a part of it out of the loss."""
     if not any(message.get(name) is not None for name in ("content", "tool_calls", *REASONING_FIELDS)):
         raise UnreadableRowError(
-            f"A message of role {message['role']!r} has no content. Remove the row, or give the message a text."
+            f"A message of role {short(message['role'])} has no content. Remove the row, or give the message a text."
         )
     if message["role"] != "assistant":
         return
@@ -331,7 +329,7 @@ def _check_learnable(message: Mapping[str, Any]) -> None:
         value = message.get(name)
         if value is not None and (name in _DETAIL_KEYS or value not in (0, 1)):
             raise UnreadableRowError(
-                f"An assistant message has {name}={_short(value)}, and a message carries loss as a whole or not at "
+                f"An assistant message has {name}={short(value)}, and a message carries loss as a whole or not at "
                 "all: 1 or True, or 0 or False. Change or remove the key."
             )
 
@@ -346,15 +344,9 @@ def _json(name: str, value: Any) -> Any:
         return without_lone_surrogates(json.loads(value))
     except (json.JSONDecodeError, RecursionError):
         raise UnreadableRowError(
-            f"The row's {name} is the text {_short(value)}, which is not JSON. Correct the text."
+            f"The row's {name} is the text {short(value)}, which is not JSON. Correct the text."
         ) from None
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _short(value: Any) -> str:
-    """Return the beginning of a value for a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -22,6 +22,7 @@ from .conversations import UnreadableRowError
 from .labels import convert_row, read_converted_row, warn_of_unlearned_text
 from .packing import pack_dataset, pack_stream
 from .prepared_rows import are_trainable, check_packed_rows
+from .text import short
 from .token_rows import TokenizedRow
 
 logger = logging.get_logger(__name__)
@@ -207,7 +208,7 @@ def prepare_row(
         ValueError: The row breaks a rule. The message names the row, its id and the rule.
     """
     sample_id = index if row.get("sample_id") is None else row["sample_id"]
-    name = f"Row {index} (sample_id {sample_id!r}) of the {description} set"
+    name = f"Row {index} (sample_id {short(sample_id)}) of the {description} set"
     try:
         check_sample_id(sample_id)
         _, tokenized, reason, refusal = read_or_drop(
@@ -274,7 +275,7 @@ def check_sample_id(sample_id: Any) -> None:
     """Raise a `ValueError` if a sample id is not an integer in the range of [`build_dflash_batch_plan`]."""
     if type(sample_id) is not int or not 0 <= sample_id <= MAX_SAMPLE_ID:
         raise ValueError(
-            f"The sample_id is {sample_id!r}, and it must be an integer in 0 … {MAX_SAMPLE_ID}. Rename or "
+            f"The sample_id is {short(sample_id)}, and it must be an integer in 0 … {MAX_SAMPLE_ID}. Rename or "
             "remove the column; ids are then assigned automatically."
         )
 

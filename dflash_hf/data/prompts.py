@@ -20,7 +20,7 @@ from .conversations import (
     parse_tools,
     with_system_prompt,
 )
-from .text import without_lone_surrogates
+from .text import short, without_lone_surrogates
 
 PROMPT_COLUMNS = ("messages", "conversations", "turns", "prompt", "text")
 _PROMPT_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -91,7 +91,7 @@ def conversation_of_row(
             continue
         content = content_text(content) if isinstance(content, list) else content
         if not isinstance(content, str) or not content.strip():
-            raise ValueError(f"a message of role {role!r} has the content {content!r}, which must be a text.")
+            raise ValueError(f"a message of role {role!r} has the content {short(content)}, which must be a text.")
         waiting.append({"role": role, "content": content})
         if role == "user":
             turns.append(waiting)
@@ -121,12 +121,12 @@ def _message(entry: Any) -> dict[str, Any]:
     if isinstance(entry, str):
         return {"role": "user", "content": without_lone_surrogates(entry)}
     if not isinstance(entry, Mapping) or not any(isinstance(entry.get(name), str) for name in ("role", "from")):
-        raise ValueError(f"a message is {entry!r}, but must be a text, or have `role` and `content`.")
+        raise ValueError(f"a message is {short(entry)}, but must be a text, or have `role` and `content`.")
     message = parse_messages("messages", [entry])[0]
     if message["role"] not in _PROMPT_ROLES:
         raise ValueError(
-            f"a message has the role {message['role']!r}, and the roles of prompts are {', '.join(_PROMPT_ROLES)}. "
-            "Rename the role."
+            f"a message has the role {short(message['role'])}, and the roles of prompts are "
+            f"{', '.join(_PROMPT_ROLES)}. Rename the role."
         )
     return message
 

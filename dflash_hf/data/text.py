@@ -1,4 +1,4 @@
-"""Text that cannot be encoded, and how it is mended."""
+"""Texts that cannot be encoded or are too long for a message, and how they are mended."""
 
 from __future__ import annotations
 
@@ -33,3 +33,9 @@ def without_lone_surrogates(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_lone_surrogates(item) for item in value]
     return value
+
+
+def short(value: Any) -> str:
+    """Return the beginning of the representation of a value, for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

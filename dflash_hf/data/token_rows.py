@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .text import short
+
 IGNORED_LABEL = -100  # marks a label without loss in transformers, TRL and axolotl
 
 # A token carries loss if it does in every mask of its row
@@ -111,7 +113,7 @@ def _integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise ValueError(
-            f"The row's {name} contain {value!r}, and they must be a flat list of integers. Convert the column."
+            f"The row's {name} contain {short(value)}, and they must be a flat list of integers. Convert the column."
         ) from None
 
 
@@ -119,8 +121,8 @@ def _flag(name: str, value: Any) -> bool:
     """Return the value of a mask, which is 0 or 1 in any type."""
     if isinstance(value, (str, list, tuple)) or getattr(value, "ndim", 0) > 0 or value not in (0, 1):
         raise ValueError(
-            f"The row's {name} contains {value!r}, and a mask must contain 0 and 1, or False and True, alone. Convert "
-            "the column."
+            f"The row's {name} contains {short(value)}, and a mask must contain 0 and 1, or False and True, alone. "
+            "Convert the column."
         )
     return bool(value)
 
