@@ -104,6 +104,21 @@ def make_family(kind: str) -> Any:
     return GPT2LMHeadModel(config).eval()
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_huge_limit_takes_no_more_memory_than_the_completions(tokenizer, batch_size):
+    target, requested = make_family("full"), make_requests(6)
+    target.generation_config.eos_token_id = [END, *end_tokens(target, tokenizer, requested)]
+
+    def ids(max_new_tokens: int) -> dict[str, list[int]]:
+        backend = LocalBackend(target, tokenizer, SamplingParameters(max_new_tokens), batch_size=batch_size)
+        return ids_of(completions_of(backend, requested))
+
+    target.config.max_position_embeddings = 10**12
+    expected = ids(60)
+    assert max(map(len, expected.values())) < 60
+    assert ids(10**11) == expected
+
+
 @pytest.mark.parametrize(
     ("kind", "implementation"),
     [("full", "sdpa"), ("windows", "sdpa"), ("some windows", "eager"), ("learned positions", "sdpa")],

@@ -25,8 +25,10 @@ from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.hidden_states import unwrap_peft
 from . import PROPOSALS
 from .draft_length import AdaptiveDraftLength, DraftLengthScheduler, FixedDraftLength, latency_model_of
+from .gqa_attention import MASKED_ATTENTION
 from .kv_cache import RaggedCache, check_cache_continuation
 from .logits_processing import BlockLogitsProcessor
 from .loop import DecodingLoop, VerifyPass
@@ -34,8 +36,6 @@ from .statistics import DecodingStatistics
 from .stopping_criteria import BlockStoppingCriteria
 
 logger = logging.get_logger(__name__)
-
-MASKED_ATTENTION = ("sdpa", "eager")  # attention functions that take a mask for each query
 
 
 @dataclass
@@ -110,6 +110,11 @@ def dflash_decoding(
         raise TypeError(
             f"draft has the type {type(draft).__name__} and must be a DFlashDraftModel. Call "
             "target.generate(**inputs, custom_generate=dflash_decoding, draft=draft)."
+        )
+    if any(tensor.is_meta for tensor in draft.parameters()):
+        raise ValueError(
+            "The draft is on the meta device, so it has no weights. Load it with DFlashDraftModel.from_pretrained, or "
+            "move it with draft.to_empty(device=...) and load its weights."
         )
     num_padding = _check_call(model, input_ids, generation_config, model_kwargs)
     draft.check_target(model)
@@ -220,7 +225,7 @@ def speculative_generate(
         ValueError: See [`dflash_decoding`]. Also, `stop_strings` came without a `tokenizer`.
     """
     source = ""
-    for config in (generate_kwargs.get("generation_config"), target.generation_config):
+    for config in (generate_kwargs.get("generation_config"), unwrap_peft(target).generation_config):
         if stop_strings is None and config is not None and config.stop_strings is not None:
             stop_strings, source = config.stop_strings, " of the generation config"
     if stop_strings is not None:
@@ -267,6 +272,13 @@ def _check_call(
             f"The target {describe_target(model)} has an encoder, and a draft needs a decoder-only model. Use plain "
             "generate for this target."
         )
+    if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
+        raise ValueError(
+            f"The target {describe_target(model)} is wrapped in prompt learning (peft), whose virtual tokens are in "
+            "no text that the draft could read. Use plain generate, or adapters that change the weights, such as LoRA."
+        )
+    if len(input_ids) == 0:
+        raise ValueError("input_ids holds no sequence, and a call needs at least one. Pass a prompt.")
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError(
             "The prompt is empty, or inputs_embeds were given, and decoding with a draft needs the tokens of the "

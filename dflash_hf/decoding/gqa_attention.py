@@ -14,6 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "dflash_grouped_query_sdpa"
+# Attention functions that take a mask for each query. A call in another thread may have set our own for its target.
+MASKED_ATTENTION = ("sdpa", "eager", NAME)
 
 
 def grouped_query_sdpa(

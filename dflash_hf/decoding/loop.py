@@ -211,6 +211,7 @@ class DecodingLoop:
         watch = self.watch
         while self.sequences.batch_indices:
             self.scheduler.start_pass()
+            self.sequences.reserve()
             num_sequences, room = len(self.sequences), self.sequences.room
             num_tokens = self.scheduler.choose(num_sequences)
             proposal = self.drafter.propose(self._tree(num_tokens, room))

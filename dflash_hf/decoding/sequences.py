@@ -20,15 +20,15 @@ class SequenceState:
         max_length (`int`):
             Number of columns at which every sequence ends.
         num_spare_columns (`int`):
-            Number of columns after `max_length` that drafted tokens may occupy before they are verified.
+            Number of columns after the text that a pass may use for tokens before they are verified.
     """
 
     def __init__(
         self, input_ids: torch.Tensor, num_padding: list[int], *, max_length: int, num_spare_columns: int
     ) -> None:
         num_sequences, num_columns = input_ids.shape
-        self.tokens = input_ids.new_zeros(num_sequences, max_length + num_spare_columns)
-        self.tokens[:, :num_columns] = input_ids
+        self.tokens = torch.nn.functional.pad(input_ids.long(), (0, num_spare_columns))
+        self.num_spare_columns = num_spare_columns
         self.batch_indices = list(range(num_sequences))  # the place of each sequence in the batch of the call
         self.num_prompt_columns = num_columns
         self.lengths = [num_columns] * num_sequences
@@ -53,6 +53,12 @@ class SequenceState:
     def room(self) -> int:
         """`int`: number of tokens that the shortest sequence can still receive."""
         return self.max_length - min(self.lengths)
+
+    def reserve(self) -> None:
+        """Make the buffer large enough for the next pass; it grows with the text, not with `max_length`."""
+        needed = max(self.lengths) + self.num_spare_columns
+        if needed > self.tokens.shape[1]:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, needed + needed // 4 - self.tokens.shape[1]))
 
     def anchor_tokens(self) -> torch.Tensor:
         """Return the anchor token of each sequence, of shape `[sequences, 1]`."""

@@ -10,6 +10,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
+from ..decoding.gqa_attention import MASKED_ATTENTION
 from ..decoding.kv_cache import ATTENTION_TYPES
 from ..decoding.masks import target_masks
 from .sampling import Prompt, RandomNumbers, TokenSelection, sample_tokens
@@ -185,7 +186,7 @@ def continuous_batching_obstacle(target: PreTrainedModel, selection: TokenSelect
         return "it reads more than text"
     if hasattr(config, "attention_types"):  # GPT-Neo assumes that every query is at the last column
         return "its layers make masks of their own"
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if config._attn_implementation not in MASKED_ATTENTION:
         return f"its attention {config._attn_implementation!r} takes no masks for sequences of different lengths"
     if "position_ids" not in inspect.signature(target.forward).parameters or getattr(config, "alibi", False):
         return "it takes no positions"
@@ -281,9 +282,7 @@ class ContinuousBatcher:
         """Read the prompts of the sequences from batch index `first` on, each without its last token."""
         prompts = [sequence.prompt.ids for sequence in self.sequences[first:]]
         longest = max(map(len, prompts))
-        needed = max(sequence.length + sequence.prompt.max_new_tokens for sequence in self.sequences[first:])
-        if needed > self.tokens.shape[1]:
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, needed - self.tokens.shape[1]))
+        self._reserve(max(sequence.length for sequence in self.sequences[first:]))
         padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=self.tokens.device)
         self.tokens[first : len(self.sequences), :longest] = padded
         if longest == 1:
@@ -293,6 +292,11 @@ class ContinuousBatcher:
         self.cache.plan_prompts(first, *inputs.shape)
         positions = torch.arange(longest - 1, device=inputs.device).expand_as(inputs)
         self._forward(inputs, positions, None)
+
+    def _reserve(self, needed: int) -> None:
+        """Make room for a number of columns; the buffer grows with the texts, not with `max_new_tokens`."""
+        if needed > self.tokens.shape[1]:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, needed + needed // 4 - self.tokens.shape[1]))
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:
         options = {"logits_to_keep": 1} if self.takes_logits_to_keep else {}
@@ -312,6 +316,7 @@ class ContinuousBatcher:
         count, device = len(self.sequences), self.tokens.device
         lengths = [sequence.length for sequence in self.sequences]
         columns = torch.tensor(lengths, device=device)[:, None] - 1
+        self._reserve(max(lengths) + 1)
         self.cache.plan_tokens(columns[:, 0], max(lengths))
         mask = target_masks(self.target, self.cache, columns, [0] * count, max(lengths), None)
         scores: Any = self._forward(self.tokens[:count].gather(1, columns), columns, mask).to(device).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ logger = logging.get_logger(__name__)
 PROBE_TOKENS = 8
 # For each decoder: whether a pass of (number of layers, with final state) equals one of the whole target.
 _short_pass_is_exact: WeakKeyDictionary[nn.Module, dict[tuple[int, bool], bool]] = WeakKeyDictionary()
+
+# A pass may truncate the decoder for its time, which a pass in another thread must not see.
+_truncation_lock = threading.RLock()
 
 
 def unwrap_peft(target: Any) -> PreTrainedModel:
@@ -89,7 +93,8 @@ def target_hidden_states(
         # A causal model never attends to later padding. With the real tokens first, no mask is needed.
         first_real = (~token_valid_mask).int().sort(dim=1, stable=True).indices
         input_ids = input_ids.gather(1, first_real)
-    states = _states_of_text(target, input_ids.to(target.device), target_layer_ids, include_final_state)
+    with _truncation_lock:
+        states = _states_of_text(target, input_ids.to(target.device), target_layer_ids, include_final_state)
     context = torch.cat([state.to(input_ids.device) for state in states], dim=-1)
     if first_real is not None:
         rows = torch.arange(len(input_ids), device=input_ids.device)[:, None]
