@@ -271,6 +271,36 @@ def test_packed_rows_have_no_anchor_in_the_document_before():
     assert (counts.rows_without_anchor, counts.blocks_per_row) == (1, 0.5)
 
 
+@pytest.mark.parametrize("block_size", [2, 4, 7])
+@pytest.mark.parametrize("packed", [False, True])
+def test_whole_windows_are_counted_like_the_plan_finds_them(block_size, packed):
+    generator = torch.Generator().manual_seed(block_size)
+    rows = []
+    for length in [1, 2, 3, 6, 7, 12, 20, 5]:
+        mask = (torch.rand(length, generator=generator) > 0.3).int().tolist()
+        documents = (torch.rand(length, generator=generator) > 0.7).cumsum(0).tolist()
+        rows.append((mask, documents if packed else None))
+    counts = count_rows(prepared(rows), anchors_per_sample=3, window=block_size)
+    blocks = [
+        int(
+            build_dflash_batch_plan(
+                torch.ones(1, len(mask), dtype=torch.bool),
+                torch.tensor([0]),
+                anchors_per_sample=3,
+                gamma=block_size - 1,
+                optimizer_step=0,
+                seed=0,
+                supervised_mask=torch.tensor([mask]).bool(),
+                segment_ids=torch.tensor([documents]) if packed else None,
+                replacement=False,
+            ).block_valid.sum()
+        )
+        for mask, documents in rows
+    ]
+    assert counts.rows_without_anchor == blocks.count(0)
+    assert counts.blocks_per_row == sum(blocks) / len(rows)
+
+
 @pytest.mark.parametrize(
     "values",
     [

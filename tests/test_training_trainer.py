@@ -5,6 +5,7 @@ import dataclasses
 import math
 from typing import Any
 
+import datasets
 import pytest
 import reference
 import torch
@@ -252,6 +253,99 @@ def test_evaluation_is_the_same_for_any_batch_size_and_every_time(target, tmp_pa
     }
     for result in results[1:]:
         assert result == pytest.approx(results[0], rel=1e-5)
+
+
+LONG_ROWS = [
+    {"input_ids": torch.randint(1, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()}
+    for length in (90, 130, 20, 101, 75)
+]
+
+
+@pytest.mark.parametrize("slot_weights", ["decay", "dpace"])
+def test_an_evaluation_depends_on_the_rows_alone(target, tmp_path, slot_weights):
+    """The rows have more anchors than an evaluation uses, so that another choice of them would show."""
+    common = {"slot_weights": slot_weights, "per_device_eval_batch_size": 2}
+    draft = make_draft(target)
+
+    def evaluate(rows=LONG_ROWS, train_rows=None, step=0, **changes):
+        trainer = make_trainer(target, tmp_path, draft, train_rows, rows, **{**common, **changes})
+        trainer.state.global_step = step
+        metrics = trainer.evaluate()
+        return {name: value for name, value in metrics.items() if "loss" in name or "acc" in name}
+
+    expected = evaluate()
+    assert len(expected) == 5 + 3
+    for changes in (
+        {"seed": 7},
+        {"data_seed": 7},
+        {"anchors_per_sample": 3},
+        {"anchors_per_sample": 200},
+        {"anchor_replacement": True, "partial_windows": False},
+        {"packing": True, "max_length": 150},
+        {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1},
+        {"dataloader_drop_last": True},
+        {"per_device_eval_batch_size": 4, "dataloader_drop_last": True, "dataloader_num_workers": 1},
+        {"train_sampling_strategy": "group_by_length"},
+        {"padding_side": "left", "pad_to_multiple_of": 7},
+        {"cache_target_states": "memory"},
+        {"head_chunk_size": 3, "block_attention": "dense"},
+        {"step": 30},
+        {"train_rows": LONG_ROWS[:2]},
+        {"rows": LONG_ROWS[::-1]},  # the same rows in another order, with other sample ids, and from a stream
+        {"rows": [{**row, "sample_id": 100 + index} for index, row in enumerate(LONG_ROWS)]},
+        {"rows": datasets.Dataset.from_list(LONG_ROWS).to_iterable_dataset()},
+    ):
+        assert evaluate(**changes) == pytest.approx(expected, rel=1e-5), changes
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_that_is_not_finite_ends_the_training_before_the_weights_change(target, tmp_path, value, accumulation):
+    """Trainer would log 0 for it, and go on with weights that are no numbers."""
+    trainer = make_trainer(target, tmp_path, gradient_accumulation_steps=accumulation)
+    trainer.train()
+    before = weights(trainer.draft)
+    trainer = make_trainer(target, tmp_path, draft=trainer.draft, gradient_accumulation_steps=accumulation)
+    with torch.no_grad():
+        target.lm_head.weight[3, 0] = value
+    with pytest.raises(RuntimeError, match=r"The loss is (nan|inf) after 0 optimizer steps"):
+        trainer.train()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer.draft).items())
+    assert not any(entry.get("loss") == 0 for entry in trainer.state.log_history)
+
+
+def test_the_plain_recipe_can_be_selected_by_name(target, tmp_path):
+    """Whole windows, anchors that may repeat, and decay weights."""
+    rows = [*rows_of(target, count=3), {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
+    trainer = make_trainer(
+        target,
+        tmp_path,
+        rows=rows,
+        partial_windows=False,
+        anchor_replacement=True,
+        slot_weights="decay",
+        per_device_train_batch_size=4,
+    )
+    counts = trainer.summary().counts
+    assert (counts.rows, counts.rows_without_anchor, counts.blocks_per_row) == (4, 1, 8 * 3 / 4)
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+    _, losses = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    expected = build_dflash_batch_plan(
+        batch["token_valid_mask"],
+        batch["sample_ids"],
+        supervised_mask=batch["supervised_mask"],
+        anchors_per_sample=8,
+        gamma=3,
+        optimizer_step=0,
+        seed=42,
+    )
+    for item in dataclasses.fields(expected):
+        assert torch.equal(getattr(losses.plan, item.name), getattr(expected, item.name))
+    anchors = losses.plan.anchor_positions[losses.plan.block_valid]
+    assert len(anchors) == 24
+    assert len(set(anchors[:8].tolist())) < 8
+    first = losses.weights[losses.plan.block_valid][0]
+    torch.testing.assert_close(first, torch.tensor([0.0, 1.0, math.exp(-1 / 4), math.exp(-2 / 4)]))
 
 
 def test_raw_rows_and_several_named_sets_are_evaluated(target, tmp_path):

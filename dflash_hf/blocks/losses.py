@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+MIN_LOSS_DECAY = 0.02  # below it the weight of the second drafted slot is close to the smallest number of fp32
 DEFAULT_LOSS_DECAY = {7: 4.0, 8: 4.0, 10: 5.0, 16: 7.0}
 
 
@@ -30,13 +31,19 @@ def decay_weights(loss_mask: torch.Tensor, loss_decay: float | None) -> torch.Te
 
     Args:
         loss_mask (`torch.BoolTensor` of shape `[N, B]`): True at slots that carry loss; never at slot 0.
-        loss_decay (`float`, *optional*): decay constant in slots; `None` gives all slots the same weight.
+        loss_decay (`float`, *optional*): decay constant in slots, at least 0.02; `None` gives all slots the same
+            weight.
 
     Returns:
         `torch.FloatTensor` of shape `[N, B]`, fp32. The loss is divided by their sum over the whole optimizer step.
+
+    Raises:
+        ValueError: `loss_decay` is smaller, or not a number.
     """
+    if loss_decay is not None and not loss_decay >= MIN_LOSS_DECAY:
+        raise ValueError(f"loss_decay={loss_decay} must be at least {MIN_LOSS_DECAY}.")
     slots = torch.arange(loss_mask.shape[1], device=loss_mask.device, dtype=torch.float32)
-    weights = torch.ones_like(slots) if loss_decay is None else torch.exp(-(slots - 1) / loss_decay)
+    weights = torch.ones_like(slots) if loss_decay is None else torch.exp(-(slots - 1).clamp(min=0) / loss_decay)
     return weights * loss_mask
 
 
@@ -52,8 +59,9 @@ def position_weights(loss_mask: torch.Tensor, slot_weights: str, loss_decay: flo
     Returns:
         `torch.FloatTensor` of shape `[N, B]`, fp32, 0 where `loss_mask` is False.
     """
-    is_uniform = slot_weights == "uniform"
-    return decay_weights(loss_mask, None if is_uniform else loss_decay or default_loss_decay(loss_mask.shape[1]))
+    if slot_weights == "uniform":
+        return decay_weights(loss_mask, None)
+    return decay_weights(loss_mask, default_loss_decay(loss_mask.shape[1]) if loss_decay is None else loss_decay)
 
 
 def loss_denominator(loss_mask: torch.Tensor, slot_weights: str, loss_decay: float | None) -> torch.Tensor:

@@ -77,6 +77,31 @@ def mix(values: torch.Tensor) -> torch.Tensor:
     return values ^ (values >> 16)
 
 
+def content_sample_ids(input_ids: torch.Tensor, token_valid_mask: torch.Tensor) -> torch.Tensor:
+    """
+    Return ids of rows that depend on their tokens alone, and neither on their order nor on padding.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `[R, S]`): token ids; any id at padding.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+
+    Returns:
+        `torch.LongTensor` of shape `[R]`, in `0 … 2**53 - 1`. Rows with the same tokens have the same id.
+
+    Example:
+
+    ```python
+    >>> ids = torch.tensor([[5, 6, 7, 0], [0, 5, 6, 7], [6, 5, 7, 0]])
+    >>> first, padded, swapped = content_sample_ids(ids, ids > 0).tolist()
+    >>> first == padded, first == swapped
+    (True, False)
+
+    ```
+    """
+    values = mix(mix(input_ids) + position_ids_of(token_valid_mask))
+    return values.masked_fill(~token_valid_mask, 0).sum(-1) % (MAX_SAMPLE_ID + 1)
+
+
 def build_dflash_batch_plan(
     token_valid_mask: torch.Tensor,
     sample_ids: torch.Tensor,

@@ -37,6 +37,14 @@ class BlockTrainingArguments:
             "distinct."
         },
     )
+    partial_windows: bool = field(
+        default=True,
+        metadata={
+            "help": "Also train blocks that run past the end of a row; slots past the end carry no loss. Without it "
+            "(--no-partial-windows) only whole blocks are trained, so that answers shorter than a block are left "
+            "out. The plain recipe of DFlash is --no-partial-windows --anchor-replacement --slot-weights decay."
+        },
+    )
     max_length: int = field(default=MAX_LENGTH, metadata={"help": "Longest row in tokens. Longer rows are truncated."})
     packing: bool = field(
         default=False,
@@ -66,7 +74,8 @@ class BlockTrainingArguments:
     loss_decay: float | None = field(
         default=None,
         metadata={
-            "help": "Decay constant of 'decay' weights in slots. By default 4 (blocks of 8) to 7 (blocks of 16)."
+            "help": "Decay constant of 'decay' weights in slots, at least 0.02. By default 4 (blocks of 8) to 7 "
+            "(blocks of 16)."
         },
     )
     dpace_alpha: float = field(
@@ -138,7 +147,7 @@ class BlockTrainingArguments:
         metadata={
             "help": "Simulate decoding of the held-out responses in each evaluation and log "
             "eval_serving_acceptance_length. This needs one block at each token of the responses, in addition to the "
-            "anchors_per_sample blocks of each row for the other metrics."
+            "64 blocks of each row for the other metrics."
         },
     )
     eval_generate_prompts: int = field(

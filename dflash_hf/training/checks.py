@@ -41,6 +41,11 @@ def check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, targ
                 "step is exact only with one process for each GPU. Start training with `accelerate launch` or "
                 "`torchrun --nproc-per-node`, or restrict it to one GPU with CUDA_VISIBLE_DEVICES=0."
             )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            f"average_tokens_across_devices=False has no effect with {args.world_size} processes: the loss of a step "
+            "is always divided by the sum over all of them. Leave it at True."
+        )
     if getattr(args.deepspeed_plugin, "zero_stage", None) == 3:
         raise ValueError(
             "DeepSpeed has zero_stage=3, which also shards the weights of the target while it is loaded. A draft "
@@ -112,13 +117,15 @@ class RowCounts:
     blocks_per_row: float
 
 
-def count_rows(dataset: datasets.Dataset, anchors_per_sample: int) -> RowCounts:
+def count_rows(dataset: datasets.Dataset, anchors_per_sample: int, window: int = 2) -> RowCounts:
     """
     Count the tokens and the possible anchors of a data set, on whole columns instead of single rows.
 
     Args:
         dataset (`datasets.Dataset`): prepared rows with `supervised_mask` and, if packed, `segment_ids`.
         anchors_per_sample (`int`): largest number of blocks of a row in a step.
+        window (`int`, defaults to 2): tokens of its document that a block needs, the anchor included: 2 for blocks
+            that may run past the end, and the block size for whole blocks.
 
     Returns:
         [`RowCounts`]
@@ -131,11 +138,16 @@ def count_rows(dataset: datasets.Dataset, anchors_per_sample: int) -> RowCounts:
         ends = pyarrow.compute.list_value_length(masks).to_numpy().cumsum()
         starts = np.concatenate([[0], ends[:-1]])
         is_supervised = masks.flatten().to_numpy(zero_copy_only=False).astype(bool)
-        can_follow = is_supervised.copy()  # an anchor precedes a supervised token of its document
-        can_follow[starts[starts < ends]] = False
+        starts_document = np.zeros(len(is_supervised) + 1, dtype=bool)
+        starts_document[starts] = starts_document[ends] = True
         if packed:
             documents = table["segment_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            can_follow[1:] &= documents[1:] == documents[:-1]
+            starts_document[1:-1] |= documents[1:] != documents[:-1]
+        # An anchor precedes a supervised token of its document, and its whole window fits into the document.
+        can_follow = is_supervised & ~starts_document[:-1]
+        places = np.arange(len(is_supervised))
+        document_ends = np.flatnonzero(starts_document)[starts_document.cumsum()[:-1]] if len(places) else places
+        can_follow &= places - 1 + window <= document_ends
         total = np.concatenate([[0], can_follow.cumsum()])
         anchors = total[ends] - total[starts]
         tokens += len(is_supervised)
@@ -199,7 +211,7 @@ def summarize_training(
     """
     config = draft.config
     counts = (
-        count_rows(train_dataset, args.anchors_per_sample)
+        count_rows(train_dataset, args.anchors_per_sample, 2 if args.partial_windows else config.block_size)
         if isinstance(train_dataset, datasets.Dataset) and "supervised_mask" in train_dataset.column_names
         else None
     )

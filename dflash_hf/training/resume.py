@@ -195,6 +195,7 @@ def run_values(args: Any, target: PreTrainedModel, num_rows: int | None) -> dict
         "data_seed": args.data_seed,
         "anchors_per_sample": args.anchors_per_sample,
         "anchor_replacement": args.anchor_replacement,
+        "partial_windows": args.partial_windows,
         "slot_weights": args.slot_weights,
         "loss_decay": args.loss_decay,
         "dpace_alpha": args.dpace_alpha,

@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, HubStrategy
 from transformers.utils import logging
@@ -21,7 +22,7 @@ from ..blocks.batch import TokenBatch
 from ..blocks.forward import BlockLosses, block_losses
 from ..blocks.losses import loss_denominator
 from ..blocks.metrics import record_of_counts, row_statistics, summarize
-from ..blocks.plan import DFlashBatchPlan, build_dflash_batch_plan
+from ..blocks.plan import DFlashBatchPlan, blocks_of_each_row, build_dflash_batch_plan, content_sample_ids
 from ..data.collator import DFlashCollator
 from ..data.dataset import PREPARED_COLUMNS, PreparedStream, prepare_rows
 from ..evaluation.compare import generated_acceptance_length, plain_forward
@@ -32,6 +33,7 @@ from ..hub.trainer import HubTrainer, ModelCardWriter
 from ..model.modeling_dflash import DFlashDraftModel
 from ..target.batch_states import TargetStates, documents_of
 from ..target.hidden_states import target_logits_function, unwrap_peft
+from .argument_checks import check_trainer_arguments
 from .arguments import DFlashTrainingArguments
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .card import card_of_run, rows_are_text
@@ -42,7 +44,7 @@ from .resume import RunRecord, check_checkpoint, last_complete_checkpoint, run_v
 
 logger = logging.get_logger(__name__)
 
-EVAL_PLAN_STEP = 0  # every evaluation is computed on the same blocks
+EVALUATION_ANCHORS = 64  # blocks of a row for the metrics of blocks
 PLAN_KEY = "dflash_plan"  # entry of a micro-batch whose plan is already built
 
 
@@ -77,7 +79,8 @@ class DFlashTrainer(HubTrainer):
 
     Training logs `loss` (the weighted loss) and `acceptance_length` of the trained blocks. Evaluation logs
     `eval_loss`, `eval_acceptance_length`, `eval_slot_accuracy_k` and `eval_serving_acceptance_length`, the acceptance
-    length of `generate` simulated on the held-out responses. None of them depends on the batch size. With
+    length of `generate` simulated on the held-out responses. They depend on the rows alone: no argument of the run
+    chooses their blocks, and neither order, batch size nor number of processes changes them. With
     `eval_generate_prompts`, `eval_generate_acceptance_length` is the acceptance length of `generate` itself on that
     many prompts. Every acceptance length is that of an [`AcceptanceRecord`] and is left out where there was no verify
     pass. Each is also logged under its older name, which ends in `accept_len`.
@@ -97,6 +100,7 @@ class DFlashTrainer(HubTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
+        check_trainer_arguments(kwargs)
         if isinstance(target, str):
             target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         target = unwrap_peft(target)
@@ -354,6 +358,30 @@ class DFlashTrainer(HubTrainer):
         finally:
             self.draft.__class__ = sharded_class
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return the loader of all evaluation rows as Trainer does; `dataloader_drop_last` is for training alone."""
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """
+        Compute the loss and the gradient of a micro-batch as Trainer does.
+
+        Raises:
+            RuntimeError: the loss is not finite. In float16, which skips such steps, it is only logged.
+        """
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self.args.fp16 and not loss.isfinite():
+            raise RuntimeError(
+                f"The loss is {loss.item()} after {self.state.global_step} optimizer steps, and the weights would be "
+                "lost with the next one. Continue from the last checkpoint with a smaller learning_rate or "
+                "max_grad_norm, and check with dflash-hf doctor that weights and hidden states are finite."
+            )
+        return loss
+
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Trainer does; `eval_dataset` may also hold raw rows."""
         if not isinstance(eval_dataset, str):  # a name of one of several evaluation sets
@@ -401,10 +429,8 @@ class DFlashTrainer(HubTrainer):
         """Undo that accelerate (1.15) makes `forward` return fp32, so that the draft fits a target of any dtype."""
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
-    def _plan(
-        self, inputs: Mapping[str, Any], optimizer_step: int, *, replacement: bool | None = None
-    ) -> DFlashBatchPlan:
-        """Build the plan of a micro-batch."""
+    def _plan(self, inputs: Mapping[str, Any], optimizer_step: int) -> DFlashBatchPlan:
+        """Build the plan of a micro-batch of training."""
         return build_dflash_batch_plan(
             inputs["token_valid_mask"],
             inputs["sample_ids"],
@@ -414,7 +440,22 @@ class DFlashTrainer(HubTrainer):
             gamma=self.draft.config.block_size - 1,
             optimizer_step=optimizer_step,
             seed=self.args.seed,
-            replacement=self.args.anchor_replacement if replacement is None else replacement,
+            replacement=self.args.anchor_replacement,
+            partial_windows=self.args.partial_windows,
+        )
+
+    def _evaluation_plan(self, batch: TokenBatch) -> DFlashBatchPlan:
+        """Build the plan of an evaluation batch, which depends on the rows alone and on no argument of the run."""
+        return build_dflash_batch_plan(
+            batch.valid,
+            content_sample_ids(batch.input_ids, batch.valid),
+            supervised_mask=batch.supervised,
+            segment_ids=batch.segment_ids,
+            anchors_per_sample=EVALUATION_ANCHORS,
+            gamma=self.draft.config.block_size - 1,
+            optimizer_step=0,
+            seed=0,
+            replacement=False,
             partial_windows=True,
         )
 
@@ -518,8 +559,17 @@ class DFlashTrainer(HubTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
             batch = self.target_states.attach_to(TokenBatch.from_inputs(inputs))
-            plan = self._plan(inputs, EVAL_PLAN_STEP, replacement=False)
-            statistics = _statistics(self._block_losses(model, batch, plan), batch.num_rows)
+            plan = self._evaluation_plan(batch)
+            at_a_time = self.args.anchors_per_sample  # bounds the memory, and does not choose the blocks
+            statistics = torch.stack(
+                [
+                    _statistics(self._block_losses(model, batch, part), batch.num_rows)
+                    for part in (
+                        blocks_of_each_row(plan, batch.num_rows, slice(start, start + at_a_time))
+                        for start in range(0, EVALUATION_ANCHORS, at_a_time)
+                    )
+                ]
+            ).sum(0)
             if self.args.eval_serving:
                 passes = self._simulate_decoding(model, batch)
                 statistics = torch.cat([statistics, passes.to(statistics)], dim=-1)
