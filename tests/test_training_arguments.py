@@ -50,22 +50,6 @@ def test_every_argument_without_effect_is_tried_and_several_are_named_in_one_lin
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"optim_args": "beta=1"}, r"optim_args='beta=1' \(replaced because of use_muon=True\)"),
-        ({"optim_target_modules": "all-linear"}, "replaced because of use_muon=True"),
-        (
-            {"max_train_minutes": 1.0, "lr_scheduler_kwargs": {"num_cycles": 2}},
-            r"replaced because of max_train_minutes=1\.0",
-        ),
-    ],
-)
-def test_an_argument_of_a_replaced_optimizer_or_schedule_is_refused(tmp_path, values, words):
-    with pytest.raises(ValueError, match=words):
-        arguments(tmp_path, **values)
-
-
 def test_arguments_that_are_written_out_with_their_defaults_are_accepted(tmp_path):
     """As in a file that holds every argument, and when arguments are copied."""
     args = arguments(
@@ -83,12 +67,18 @@ def test_arguments_that_are_written_out_with_their_defaults_are_accepted(tmp_pat
         ({"loss_decay": 4.0}, "loss_decay=4.0 has no effect with slot_weights='dpace'"),
         ({"slot_weights": "uniform", "dpace_alpha": 0.3}, "dpace_alpha=0.3 has no effect with slot_weights='uniform'"),
         ({"kl_top_k": 5}, "kl_top_k=5 has no effect with kl_weight=0.0"),
+        ({"optim_args": "beta=1"}, "optim_args='beta=1' has no effect with use_muon=True"),
+        ({"optim_target_modules": "all-linear"}, "has no effect with use_muon=True"),
+        (
+            {"max_train_minutes": 1.0, "lr_scheduler_kwargs": {"num_cycles": 2}},
+            "lr_scheduler_kwargs={'num_cycles': 2} has no effect with max_train_minutes=1.0",
+        ),
         ({"eval_generate_max_new_tokens": 9}, "has no effect with eval_generate_prompts=0"),
         ({"slot_weights": "decay", "loss_decay": 4.0}, None),
         ({"kl_top_k": 5, "kl_temperature": 2.0, "kl_weight": 0.5}, None),
     ],
 )
-def test_an_argument_of_the_loss_without_effect_is_warned_of(tmp_path, caplog, values, words):
+def test_an_argument_that_another_one_switches_off_is_warned_of(tmp_path, caplog, values, words):
     transformers_logging.enable_propagation()
     caplog.set_level(logging.WARNING)
     arguments(tmp_path, **values)

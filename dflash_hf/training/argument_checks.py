@@ -53,11 +53,6 @@ WITHOUT_EFFECT = {
     "include_for_metrics": "the metrics are computed from the sums and counts of all rows",
     "label_names": "labels are the tokens of the rows",
 }
-# Arguments of an optimizer or a schedule that is replaced if another argument is set.
-REPLACED = {
-    "use_muon": ("optim_args", "optim_target_modules"),
-    "max_train_minutes": ("lr_scheduler_kwargs",),
-}
 
 
 def check_values(args: Any) -> None:
@@ -126,7 +121,7 @@ def _check_clock(args: Any) -> None:
 
 def check_effects(args: Any) -> None:
     """
-    Refuse arguments of Trainer that would have no effect, and warn of arguments of the loss that have none.
+    Refuse arguments of Trainer that never have an effect, and warn of those that another argument switches off.
 
     Args:
         args ([`DFlashTrainingArguments`]): the arguments, with `use_muon` decided.
@@ -143,13 +138,6 @@ def check_effects(args: Any) -> None:
         return bool(value) if name == "include_for_metrics" else value != defaults[name]  # a list, empty by default
 
     found = [f"{name}={getattr(args, name)!r} ({reason})" for name, reason in WITHOUT_EFFECT.items() if is_set(name)]
-    found += [
-        f"{name}={getattr(args, name)!r} (replaced because of {switch}={getattr(args, switch)!r})"
-        for switch, names in REPLACED.items()
-        if getattr(args, switch)
-        for name in names
-        if is_set(name)
-    ]
     if found:
         raise ValueError(f"These arguments have no effect in DFlashTrainer: {'; '.join(found)}. Leave them unset.")
 
@@ -157,6 +145,8 @@ def check_effects(args: Any) -> None:
         ("slot_weights", args.slot_weights == "decay", ("loss_decay",)),
         ("slot_weights", args.slot_weights == "dpace", ("dpace_alpha",)),
         ("kl_weight", args.kl_weight > 0, ("kl_top_k", "kl_temperature")),
+        ("use_muon", not args.use_muon, ("optim_args", "optim_target_modules")),
+        ("max_train_minutes", args.max_train_minutes is None, ("lr_scheduler_kwargs",)),
         ("eval_generate_prompts", args.eval_generate_prompts > 0, ("eval_generate_max_new_tokens",)),
     ):
         for name in names:
