@@ -692,7 +692,7 @@ def test_turns_that_a_template_changes_later_get_rows_of_their_own(family, thoug
 
 
 @pytest.mark.parametrize("added", ["<|user|> $A", "$A <|end|>", "<|user|> $A <|end|>", "<|user|> <|system|> $A", "$A"])
-@pytest.mark.parametrize("prompt", ["2+2=", "", "<|user|>2+2=", " "])
+@pytest.mark.parametrize("prompt", ["2+2=", "", "<|user|>2+2=", "<|user|>", " "])
 def test_the_prompt_of_a_text_row_has_the_special_tokens_that_the_tokenizer_adds(tokenizer, added, prompt):
     """It lacked the first token, with which every prompt of serving begins."""
     special = [(text, tokenizer.convert_tokens_to_ids(text)) for text in ("<|user|>", "<|end|>", "<|system|>")]

@@ -26,6 +26,8 @@ from .token_rows import TOKEN_COLUMNS, TokenizedRow, read_token_row
 
 logger = logging.get_logger(__name__)
 
+_ANY_TEXT = "a"  # no tokenizer takes it for a special token
+
 
 def tokenize_row(
     row: Mapping[str, Any],
@@ -364,11 +366,11 @@ class _TurnTokenizer:
         prompt_ids, completion_ids, num_written = self.tokenize(
             RenderedCompletion(prompt, "", completion), is_truncated
         )
-        return self._added_before(prompt or completion or "a") + prompt_ids, completion_ids, num_written
+        return self._added_before() + prompt_ids, completion_ids, num_written
 
-    def _added_before(self, text: str) -> list[int]:
-        """Return the special tokens that the tokenizer adds before a text."""
-        alone, added = encode(self.tokenizer, text), list(self.tokenizer(text)["input_ids"])
+    def _added_before(self) -> list[int]:
+        """Return the special tokens that the tokenizer adds before a text, whichever text it is."""
+        alone, added = encode(self.tokenizer, _ANY_TEXT), list(self.tokenizer(_ANY_TEXT)["input_ids"])
         starts = range(len(added) - len(alone) + 1)
         num_before = next((start for start in starts if added[start : start + len(alone)] == alone), None)
         if num_before is None:
