@@ -205,7 +205,8 @@ OPTIONAL_FIELDS = [item.name for item in dataclasses.fields(DraftCard) if item.d
 SHOWN_IN_METADATA_ALONE = {"dataset_ids", "languages", "tags"}
 STANDS_IN_FOR_ANOTHER = {"target_folder", "target_license", "last_step"}
 HAS_A_PART_OF_ITS_OWN = {"suite"}
-UNSEEN_IF_MISSING = SHOWN_IN_METADATA_ALONE | STANDS_IN_FOR_ANOTHER | HAS_A_PART_OF_ITS_OWN
+MOST_RUNS_HAVE_NONE = {"resumptions"}
+UNSEEN_IF_MISSING = SHOWN_IN_METADATA_ALONE | STANDS_IN_FOR_ANOTHER | HAS_A_PART_OF_ITS_OWN | MOST_RUNS_HAVE_NONE
 
 
 @pytest.mark.parametrize("name", sorted(set(OPTIONAL_FIELDS) - UNSEEN_IF_MISSING))

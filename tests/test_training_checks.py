@@ -11,15 +11,17 @@ import datasets
 import pytest
 import torch
 from conftest import make_draft, make_target
+from safetensors.torch import load_file, save_file
 from training_runs import RecordElapsed, StopAt, make_trainer, rows_of, weights
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, build_dflash_batch_plan
 from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.training.callbacks import AcceptanceWatch
+from dflash_hf.training.checkpoint_files import damage, last_complete_checkpoint
 from dflash_hf.training.checks import count_rows
-from dflash_hf.training.resume import check_checkpoint, last_complete_checkpoint, target_fingerprint
+from dflash_hf.training.resume import check_checkpoint, target_fingerprint
 
 
 @pytest.fixture
@@ -123,8 +125,11 @@ def test_another_optimizer_is_refused(run_copy):
 
 
 def test_arguments_that_make_it_another_run_are_warned_of_by_name_and_the_same_arguments_are_not(run_copy, warnings):
+    make_trainer(make_target(), run_copy.parent, **SAVED).train(resume_from_checkpoint=str(run_copy / "checkpoint-1"))
+    assert not any("resumed" in message for message in warnings())
     make_trainer(make_target(), run_copy.parent, **{**SAVED, "max_steps": 3}).train(resume_from_checkpoint=True)
-    assert not any("differs from an uninterrupted one" in message for message in warnings())
+    (message,) = [message for message in warnings() if "resumed" in message]
+    assert message.endswith("differs from an uninterrupted one: max_steps was 2 and is now 3.")
     target = make_target()
     trainer = make_trainer(
         target,
@@ -138,7 +143,7 @@ def test_arguments_that_make_it_another_run_are_warned_of_by_name_and_the_same_a
     )
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4
-    (message,) = [message for message in warnings() if "differs from an uninterrupted one" in message]
+    message = [message for message in warnings() if "differs from an uninterrupted one" in message][-1]
     for part in (
         "checkpoint-3",
         "seed was 42 and is now 7",
@@ -183,6 +188,273 @@ def test_checkpoints_of_a_run_without_record_or_clock_are_resumed_and_then_have_
     state = json.loads((run_copy / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["RunRecord"]["args"]["anchors_per_sample"] == 8
     assert state["stateful_callbacks"]["TrainingClock"]["attributes"]["elapsed_s"] > 0
+
+
+@pytest.mark.parametrize("use_muon", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learning_rate": 3e-3}, "learning_rate was 0.01 and is now 0.003"),
+        ({"weight_decay": 0.2}, "weight_decay was 0.0 and is now 0.2"),
+        (
+            {"adam_beta1": 0.5, "adam_beta2": 0.6},
+            "adam_beta1 was 0.9 and is now 0.5; adam_beta2 was 0.999 and is now 0.6",
+        ),
+        ({"adam_epsilon": 1e-3}, "adam_epsilon was 1e-08 and is now 0.001"),
+    ],
+)
+def test_the_optimizer_goes_on_with_the_values_of_the_resumed_run(tmp_path, warnings, use_muon, changes, words):
+    def run(resume, **values):
+        values = {"lr_scheduler_type": "constant", "warmup_steps": 0, "use_muon": use_muon, **values}
+        trainer = make_trainer(make_target(), tmp_path, **{**SAVED, **values})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    run(None, max_steps=2)
+    trainer = run(str(tmp_path / "out" / "checkpoint-1"), **changes)
+    groups = [{**group, "learning_rate": group["lr"]} for group in trainer.optimizer.param_groups]
+    for name, value in changes.items():
+        if name.startswith("adam_beta"):
+            assert groups[-1]["betas"][int(name[-1]) - 1] == value
+        else:
+            assert value in {group[{"adam_epsilon": "eps"}.get(name, name)] for group in groups}
+    assert any(f"The optimizer resumed from checkpoint-1 has other values: {words}." in text for text in warnings())
+    arguments = trainer.draft_card().training_arguments
+    assert {name: arguments[name] for name in changes} == changes
+    (resumption,) = trainer.draft_card().resumptions
+    assert resumption == f"at step 1: {words}"
+    again = run(True, max_steps=3, **changes)
+    assert again.draft_card().resumptions == (resumption, "at step 2: max_steps was 2 and is now 3")
+
+
+def test_the_first_rate_after_a_resume_is_that_of_the_new_schedule(tmp_path):
+    """The state of the optimizer holds the rate of the next step by the earlier schedule, which is 0 at its end."""
+
+    def run(resume, **values):
+        trainer = make_trainer(
+            make_target(), tmp_path, **{**SAVED, "lr_scheduler_type": "linear", "warmup_steps": 0, **values}
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert run(None) == pytest.approx([0.01, 0.005])
+    assert run(True, max_steps=4) == pytest.approx([0.01, 0.005, 0.005, 0.0025])
+    assert run(str(tmp_path / "out" / "checkpoint-2"), max_steps=4, lr_scheduler_type="constant")[2:] == [0.01, 0.01]
+
+
+def test_a_finished_run_takes_no_further_step(run_copy, warnings):
+    for max_steps in (2, 1):
+        trainer = make_trainer(
+            make_target(), run_copy.parent, rows=rows_of(make_target(), count=6), **{**SAVED, "max_steps": max_steps}
+        )
+        result = trainer.train(resume_from_checkpoint=True)
+        assert result.global_step == 2
+        saved = DFlashDraftModel.from_pretrained(run_copy / "checkpoint-2", target=False)
+        for name, value in weights(saved).items():
+            assert torch.equal(value, weights(trainer.draft)[name]), name
+    assert not (run_copy / "checkpoint-3").exists()
+    assert any("so that nothing is left to train" in message for message in warnings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type was 'cosine' and is now 'linear'"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 1}}, "lr_scheduler_kwargs"),
+        ({"warmup_steps": 2}, "warmup_steps was 0.04 and is now 2"),
+        ({"max_steps": -1, "num_train_epochs": 2}, "num_train_epochs was 3.0 and is now 2"),
+        ({"max_grad_norm": 0.5}, "max_grad_norm was 1.0 and is now 0.5"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1 and is now 2"),
+        ({"per_device_train_batch_size": 1}, "per_device_train_batch_size was 2 and is now 1"),
+        ({"data_seed": 5}, "data_seed was None and is now 5"),
+        ({"bf16": True}, "bf16 was False and is now True"),
+        ({"l1_weight": 0.5}, "l1_weight was 0.0 and is now 0.5"),
+        ({"max_length": 64}, "max_length was "),
+        ({"packing": True}, "packing was False and is now True"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last was False and is now True"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy was 'random' and is now 'sequential'"),
+        ({"metric_for_best_model": "loss"}, "metric_for_best_model was None and is now 'loss'"),
+        ({"ignore_data_skip": True}, "ignore_data_skip was False and is now True"),
+    ],
+)
+def test_every_argument_that_changes_the_run_is_named_when_it_is_resumed(run_copy, warnings, changes, words):
+    trainer = make_trainer(make_target(), run_copy.parent, **{**SAVED, **changes})
+    trainer._checkpoint_to_resume(str(run_copy / "checkpoint-1"))
+    assert any("differs from an uninterrupted one" in message and words in message for message in warnings())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+        {"padding_side": "left", "logging_steps": 2, "head_chunk_size": 3, "block_attention": "dense"},
+        {"optim": "adamw_torch"},
+    ],
+)
+def test_arguments_that_do_not_change_the_run_are_not_named(run_copy, warnings, changes):
+    trainer = make_trainer(make_target(), run_copy.parent, **{**SAVED, **changes})
+    trainer._checkpoint_to_resume(str(run_copy / "checkpoint-1"))
+    assert not any("resumed" in message for message in warnings())
+
+
+def test_other_rows_dtypes_and_dropout_are_named_when_a_run_is_resumed(run_copy, warnings):
+    target = make_target()
+    rows = rows_of(target)
+    rows[1]["input_ids"][0] += 1
+    draft = make_draft(target, attention_dropout=0.1).bfloat16()
+    trainer = make_trainer(target.bfloat16(), run_copy.parent, draft=draft, rows=rows, **SAVED)
+    trainer._checkpoint_to_resume(True)
+    (message,) = [message for message in warnings() if "differs from an uninterrupted one" in message]
+    for words in (
+        "the training rows are others",
+        "target_dtype was 'float32' and is now 'bfloat16'",
+        "draft_dtype was 'float32' and is now 'bfloat16'",
+        "attention_dropout was 0.0 and is now 0.1",
+    ):
+        assert words in message
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_the_state_of_another_kind_of_optimizer_is_refused(run_copy, record):
+    """Also without a record, as in checkpoints of earlier versions: the state lacks what the optimizer needs."""
+    if not record:
+        forget_record(run_copy / "checkpoint-2")
+    words = (
+        "optim was 'adamw_torch_fused' and is now 'sgd'"
+        if record
+        else "optimizer.pt' is the state of another optimizer: it has no momentum"
+    )
+    trainer = make_trainer(make_target(), run_copy.parent, optim="sgd", **{**SAVED, "max_steps": 3})
+    with pytest.raises(ValueError, match=words):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 0 or not record
+
+
+def forget_record(folder: Path) -> None:
+    state = json.loads((folder / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["RunRecord"]
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "optimizer.pt",
+            "optimizer.pt is missing (save_only_model=True writes none), so that the optimizer starts afresh",
+        ),
+        ("scheduler.pt", "scheduler.pt is missing"),
+        ("rng_state.pth", "rng_state.pth is missing, so that dropout differs"),
+    ],
+)
+def test_a_checkpoint_without_a_state_says_what_starts_afresh(run_copy, warnings, name, words):
+    (run_copy / "checkpoint-2" / name).unlink()
+    trainer = make_trainer(make_target(), run_copy.parent, **{**SAVED, "max_steps": 3})
+    trainer.train(resume_from_checkpoint=True)
+    assert any(f"checkpoint-2 is resumed in part: {words}" in message for message in warnings())
+    assert any(name in change for change in trainer.draft_card().resumptions)
+
+
+def test_another_metric_for_the_best_checkpoint_forgets_the_best_value_of_the_earlier_one(tmp_path):
+    rows = rows_of(make_target(), count=2)
+    values = {**SAVED, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    make_trainer(make_target(), tmp_path, eval_rows=rows, **values).train()
+    values = {**values, "max_steps": 3, "metric_for_best_model": "acceptance_length", "greater_is_better": True}
+    trainer = make_trainer(make_target(), tmp_path, eval_rows=rows, **values)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_metric == trainer.state.log_history[-2]["eval_acceptance_length"]
+
+
+def test_restoring_callbacks_keeps_the_clock_and_the_record_of_the_run(run_copy):
+    values = {**SAVED, "max_steps": 4, "restore_callback_states_from_checkpoint": True, "anchors_per_sample": 5}
+    trainer = make_trainer(make_target(), run_copy.parent, **values)
+    seen: list[float] = []
+    trainer.add_callback(RecordElapsed(trainer.clock, seen))
+    trainer.train(resume_from_checkpoint=True)
+    assert 0 < seen[0] < seen[1]
+    state = json.loads((run_copy / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["RunRecord"]["args"]["anchors_per_sample"] == 5
+
+
+def test_a_callback_that_the_checkpoint_does_not_know_may_be_added(run_copy):
+    rows = rows_of(make_target(), count=2)
+    values = {**SAVED, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    trainer = make_trainer(make_target(), run_copy.parent, eval_rows=rows, **values)
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=5))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def zero_content(path: Path) -> None:
+    """As a crash of the machine leaves it: the right length, and zeros in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 3)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("model.safetensors", truncate),
+        ("model.safetensors", Path.unlink),
+        ("optimizer.pt", truncate),
+        ("optimizer.pt", zero_content),
+        ("scheduler.pt", truncate),
+        ("rng_state.pth", truncate),
+        ("trainer_state.json", truncate),
+        ("trainer_state.json", lambda path: path.write_text("[]")),
+        ("trainer_state.json", lambda path: path.write_text('{"global_step": "2"}')),
+        ("trainer_state.json", lambda path: path.write_text('{"unknown": 1}')),
+        ("config.json", truncate),
+    ],
+)
+def test_a_damaged_file_of_a_checkpoint_is_named_and_the_last_whole_checkpoint_is_used(run_copy, warnings, name, harm):
+    harm(run_copy / "checkpoint-2" / name)
+    trainer = make_trainer(make_target(), run_copy.parent, **SAVED)
+    before = weights(trainer.draft)
+    with pytest.raises(
+        ValueError, match=rf"checkpoint-2' is no complete checkpoint: {name}.*checkpoint-1, which is"
+    ) as caught:
+        trainer.train(resume_from_checkpoint=str(run_copy / "checkpoint-2"))
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[key]) for key, value in weights(trainer.draft).items())
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2
+    assert any(
+        "checkpoint-2 is skipped, since it is incomplete" in message and name in message for message in warnings()
+    )
+
+
+def test_a_shard_of_the_weights_that_is_missing_is_named(run_copy):
+    folder = run_copy / "checkpoint-2"
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": {"fc.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00002-of-00002.safetensors is missing" in str(damage(folder))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_its_type_and_other_tensors_by_name(run_copy, tmp_path):
+    folder = run_copy / "checkpoint-2"
+    tensors = load_file(folder / "model.safetensors")
+    first = next(iter(tensors))
+    trainer = make_trainer(make_target(), run_copy.parent, **SAVED)
+    for changed, words in (
+        ({name: value for name, value in tensors.items() if name != first}, f"it lacks {first}"),
+        ({**tensors, "lm_head.weight": torch.zeros(2)}, "it has lm_head.weight, which the draft has not"),
+        ({**tensors, first: torch.zeros(3)}, f"{first} have another shape"),
+    ):
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=words):
+            trainer.train(resume_from_checkpoint=str(folder))
+    make_target().config.save_pretrained(folder)
+    with pytest.raises(ValueError, match="a checkpoint of a model of type 'llama'"):
+        trainer.train(resume_from_checkpoint=str(folder))
+    with pytest.raises(ValueError, match="nowhere' is no complete checkpoint: the folder does not exist"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
 
 
 def feed(watch: AcceptanceWatch, lengths: list[float], warmup: int = 0, every: int = 10) -> list[int]:

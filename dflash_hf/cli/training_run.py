@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from ..training.checkpoint_files import last_complete_checkpoint
 from ..training.metric_names import logged_metric
-from ..training.resume import last_complete_checkpoint
 from ..training.trainer import DFlashTrainer
 
 

@@ -197,6 +197,7 @@ def training_rows(card: DraftCard) -> Rows:
             None if arguments is None else "below" if arguments else "none",
         ),
         *((f"`{name}`", str(value)) for name, value in (arguments or {}).items()),
+        *(("resumed with changes", change) for change in card.resumptions),
     ]
 
 

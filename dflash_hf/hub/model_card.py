@@ -128,6 +128,7 @@ class DraftCard:
         num_rows, num_tokens (`int`, *optional*): Size of the training set after truncation and filtering.
         training_arguments (`Mapping`, *optional*): Training arguments that differ from their defaults, empty if none
             does.
+        resumptions (`Sequence[str]`): Step and changes of every resumption with other arguments or rows.
         initialized_from (`str`, *optional*): The draft from which training started, or a statement that the initial
             weights were random.
         steps (`int`, *optional*): Optimizer steps of the saved weights.
@@ -163,6 +164,7 @@ class DraftCard:
     num_rows: int | None = None
     num_tokens: int | None = None
     training_arguments: Mapping[str, Any] | None = None
+    resumptions: Sequence[str] = ()
     initialized_from: str | None = None
     steps: int | None = None
     last_step: int | None = None
@@ -247,6 +249,7 @@ class DraftCard:
             facts["evaluations"] = tuple(
                 Evaluation(**_current_names(Evaluation, values)) for values in facts.get("evaluations") or ()
             )
+            facts["resumptions"] = tuple(facts.get("resumptions") or ())
             facts["protocol"] = Protocol(**(facts.get("protocol") or {}))
             facts["measured"] = Summary.from_dict(facts["measured"]) if facts.get("measured") else None
             facts["suite"] = MeasuredSuite.from_facts(facts["suite"]) if facts.get("suite") else None

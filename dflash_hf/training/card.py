@@ -127,6 +127,7 @@ def card_of_run(
     *,
     is_text: bool = False,
     native_repo: str | None = None,
+    resumptions: Sequence[str] = (),
 ) -> DraftCard:
     """
     Make the model card of the current draft of a run.
@@ -141,6 +142,7 @@ def card_of_run(
         is_text (`bool`, defaults to `False`): whether the rows were texts or messages, which were rendered with the
             chat-template arguments of the configuration.
         native_repo (`str`, *optional*): Hub name to which the draft is pushed.
+        resumptions (`Sequence[str]`): step and changes of every resumption with other values.
 
     Returns:
         [`DraftCard`]
@@ -151,6 +153,7 @@ def card_of_run(
         "training_data": args.dataset_description,
         "answers_by_target": args.answers_by_target,
         "native_repo": native_repo,
+        "resumptions": tuple(resumptions),
         **training_facts(args, state),
     }
     if tokenizer is not None:

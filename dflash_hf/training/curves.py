@@ -10,8 +10,8 @@ from typing import Any
 
 from ..hub.model_card import FACTS_NAME
 from .card import evaluations_in
+from .checkpoint_files import last_complete_checkpoint
 from .metric_names import logged_metric
-from .resume import last_complete_checkpoint
 
 STATE_NAME = "trainer_state.json"
 
@@ -99,7 +99,7 @@ def read_curve(folder: str | Path) -> LearningCurve:
     """
     folder = Path(folder)
     states = [folder / STATE_NAME]
-    checkpoint = last_complete_checkpoint(folder)
+    checkpoint = last_complete_checkpoint(folder, only_log=True)
     if checkpoint is not None:
         states.append(Path(checkpoint) / STATE_NAME)
     written = [path for path in states if path.is_file()]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, HubStrategy
 from transformers.utils import logging
 
@@ -37,10 +38,11 @@ from .argument_checks import check_trainer_arguments
 from .arguments import DFlashTrainingArguments
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .card import card_of_run, rows_are_text
+from .checkpoint_files import check_weights, last_complete_checkpoint, missing_states
 from .checks import RowCounts, TrainingSummary, check_processes, hide_target, summarize_training, warn_of_dtypes
 from .metric_names import add_old_names
 from .optimizer import TrainingClock, make_muon_with_adamw, schedule_factor
-from .resume import RunRecord, check_checkpoint, last_complete_checkpoint, run_values
+from .resume import OptimizerValues, RunRecord, check_checkpoint, run_values
 
 logger = logging.get_logger(__name__)
 
@@ -150,8 +152,8 @@ class DFlashTrainer(HubTrainer):
         self._draft_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
         self.clock = TrainingClock(args.max_train_minutes)
         self.add_callback(self.clock)
-        self._run_values = run_values(args, target, _length_of(self.train_dataset))
-        self.add_callback(RunRecord(**self._run_values))
+        self._run_record = RunRecord(**self._run_values_of(kwargs))
+        self.add_callback(self._run_record)
         self._stop_on_signal = StopOnSignal(self._any_rank if self.accelerator.num_processes > 1 else None)
         self.add_callback(self._stop_on_signal)
         self.add_callback(AcceptanceWatch(self.clock))
@@ -241,6 +243,7 @@ class DFlashTrainer(HubTrainer):
 
     def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the checked folder of the checkpoint; `True` means the last complete one."""
+        self._run_record.changes = []
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
         folder = resume_from_checkpoint
@@ -252,8 +255,63 @@ class DFlashTrainer(HubTrainer):
                     "Train without it, or set output_dir to the folder of the earlier run."
                 )
             folder = last
-        check_checkpoint(folder, self.draft.config, self._run_values)
+        changes = check_checkpoint(folder, self.draft.config, self._run_record.values)
+        check_weights(folder, {name: tuple(value.shape) for name, value in self.draft.state_dict().items()})
+        missing = missing_states(folder, self.args)
+        for state in missing:
+            logger.warning(f"{Path(folder).name} is resumed in part: {state}.")
+        self._run_record.changes = [*changes, *missing]
         return folder
+
+    def _run_values_of(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that checkpoints of this run record."""
+        given = kwargs.get("optimizers") or (None, None)
+        optimizer = getattr(self.args.optim, "value", self.args.optim)
+        if kwargs.get("optimizer_cls_and_kwargs") is not None:
+            kind = kwargs["optimizer_cls_and_kwargs"][0]
+            optimizer = "Muon with AdamW" if kind is make_muon_with_adamw else kind.__name__
+        if given[0] is not None:
+            optimizer = type(given[0]).__name__
+        others: dict[str, Any] = {"optim": optimizer, "draft_dtype": str(self.draft.dtype).removeprefix("torch.")}
+        if given[1] is not None:
+            others["lr_scheduler_type"] = type(given[1]).__name__
+        return run_values(self.args, self.target, self.train_dataset, **others)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both states as Trainer does, and keep the values of this run, which the states would replace."""
+        if checkpoint is None or self.is_deepspeed_enabled:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        values = OptimizerValues(self.optimizer)
+        values.check(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        changes = values.restore(self.lr_scheduler, follows_steps=self.clock.minutes is None)
+        if changes:
+            logger.warning(
+                f"The optimizer resumed from {Path(checkpoint).name} has other values: {'; '.join(changes)}."
+            )
+        self._run_record.changes += changes
+
+    def _load_callback_state(self) -> None:
+        """Load the states of callbacks as Trainer does, but not those of this class, which read them themselves."""
+        entries: Any = self.state.stateful_callbacks
+        own = {kind.__name__: entries.pop(kind.__name__, None) for kind in (RunRecord, TrainingClock)}
+        super()._load_callback_state()
+        entries |= {name: entry for name, entry in own.items() if entry is not None}
+        # A callback that the checkpoint does not know would end the first save in a KeyError (transformers 5.24).
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                entries.setdefault(type(callback).__name__, callback.state())
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train an epoch as Trainer does, which takes one step too many if a resumed run is already at its end."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            logger.warning(
+                f"The run ends at step {self.state.max_steps} and is at step {self.state.global_step}, so that "
+                "nothing is left to train. Raise max_steps or num_train_epochs to train on."
+            )
+            self.control.should_training_stop = True
 
     def train(
         self,
@@ -338,6 +396,7 @@ class DFlashTrainer(HubTrainer):
             self._row_counts,
             is_text=self._rows_are_text,
             native_repo=self.hub_model_id or self.args.hub_model_id,
+            resumptions=self._run_record.resumptions,
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -625,11 +684,6 @@ class DFlashTrainer(HubTrainer):
             lambda _: schedule_factor(max(clock.progress, 1e-3), warmup, shape),
         )
         return self.lr_scheduler
-
-
-def _length_of(dataset: Any) -> int | None:
-    """Return the number of rows, or `None` for a stream."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def _statistics(losses: BlockLosses, rows: int) -> torch.Tensor:
