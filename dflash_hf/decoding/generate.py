@@ -26,10 +26,11 @@ from transformers.utils import logging
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
 from ..target.hidden_states import unwrap_peft
+from ..target.rotary import length_dependent_angles
 from . import PROPOSALS
 from .draft_length import AdaptiveDraftLength, DraftLengthScheduler, FixedDraftLength, latency_model_of
 from .gqa_attention import MASKED_ATTENTION
-from .kv_cache import RaggedCache, check_cache_continuation
+from .kv_cache import RECURRENT_TYPES, RaggedCache, check_cache_continuation
 from .logits_processing import BlockLogitsProcessor
 from .loop import DecodingLoop, VerifyPass
 from .statistics import DecodingStatistics
@@ -118,7 +119,6 @@ def dflash_decoding(
         )
     num_padding = _check_call(model, input_ids, generation_config, model_kwargs)
     draft.check_target(model)
-    check_cache_continuation(model)
     if proposal not in PROPOSALS:
         raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}. Pass one of them.")
     if str(generation_config.cache_implementation).startswith(("offloaded", "quantized")):
@@ -131,6 +131,12 @@ def dflash_decoding(
             f"A streamer takes the tokens of one sequence, and the batch has {len(input_ids)}. Leave the streamer "
             "out, or use on_pass."
         )
+    criteria = BlockStoppingCriteria(stopping_criteria)
+    _check_length_of_text(model, input_ids, num_padding, criteria.max_length)
+    sample_proposals = bool(generation_config.do_sample) and proposal == "sample"
+    no_tree_because = _no_tree_because(model, sample_proposals)
+    scheduler = _scheduler(block_size, tree_size, model, draft, no_tree_because)
+    check_cache_continuation(model)  # the last check, because it may run the target
     streamed = on_pass
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -142,25 +148,27 @@ def dflash_decoding(
                 on_pass(verify_pass)
 
     pad_token_id = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
-    sample_proposals = bool(generation_config.do_sample) and proposal == "sample"
-    no_tree_because = _no_tree_because(model, sample_proposals)
     loop = DecodingLoop(
         model,
         draft,
         input_ids,
         num_padding,
         logits_processor=BlockLogitsProcessor(logits_processor),
-        stopping_criteria=BlockStoppingCriteria(stopping_criteria),
+        stopping_criteria=criteria,
         do_sample=bool(generation_config.do_sample),
         sample_proposals=sample_proposals,
-        scheduler=_scheduler(block_size, tree_size, model, draft, no_tree_because),
+        scheduler=scheduler,
         pad_token_id=pad_token_id,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
         on_pass=streamed,
     )
     given = model_kwargs.pop("cache", None)
-    num_read = loop.resume(given, given.continuation) if getattr(given, "continuation", None) is not None else 0
+    continuation = getattr(given, "continuation", None)
+    angles = length_dependent_angles(model.config)
+    if continuation is not None and angles and continuation.read_length <= angles[1] < input_ids.shape[1]:
+        continuation = None  # the cache holds keys with the angles of a shorter text
+    num_read = 0 if continuation is None else loop.resume(given, continuation)
     # A cache of a target without attention is never initialised, and has no length to compare.
     if not num_read and getattr(given, "is_initialized", False):
         _check_cache_holds_less(given, input_ids)
@@ -308,6 +316,11 @@ def _check_call(
             "same length, and the sequences of this batch advance by different numbers of tokens. Decode one sequence "
             "at a time."
         )
+    if len(input_ids) > 1 and _counts_positions_itself(model):
+        raise ValueError(
+            f"The target {describe_target(model)} takes no position_ids and counts the positions of a batch itself, "
+            "and the sequences of this batch advance by different numbers of tokens. Decode one sequence at a time."
+        )
     implementation = text_config._attn_implementation
     if len(input_ids) > 1 and implementation not in MASKED_ATTENTION:
         raise ValueError(
@@ -323,6 +336,27 @@ def _check_call(
             "tokenizer.padding_side='left'."
         )
     return (~is_real).sum(1).tolist()
+
+
+def _check_length_of_text(
+    model: PreTrainedModel, input_ids: torch.Tensor, num_padding: list[int], max_length: int
+) -> None:
+    """Refuse a text in which tokens that are verified together would get other rotary angles than one by one."""
+    angles = length_dependent_angles(model.config)
+    if angles is None:
+        return
+    kind, length = angles
+    longest = max_length - min(num_padding)
+    shortest_prompt = input_ids.shape[1] - max(num_padding)
+    # "longrope" has two sets of angles, and a prompt beyond the length uses the second one from the start.
+    if longest <= length or (kind == "longrope" and shortest_prompt > length):
+        return
+    raise ValueError(
+        f"The target {describe_target(model)} changes its rotary angles (rope_type={kind!r}) in texts of more than "
+        f"{length} tokens, and this call may bring a text from {shortest_prompt} to {longest} tokens. Tokens that are "
+        f"verified together would get other angles than in plain generation. Pass max_length={length} or less, or use "
+        "plain generate."
+    )
 
 
 def _check_cache_holds_less(cache: Cache, input_ids: torch.Tensor) -> None:
@@ -360,6 +394,14 @@ def _prefill_inputs(
     return chunks
 
 
+def _counts_positions_itself(model: PreTrainedModel) -> bool:
+    """Return whether a target with attention takes no positions."""
+    text_config = model.config.get_text_config(decoder=True)
+    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    has_attention = not layer_types <= set(RECURRENT_TYPES)
+    return has_attention and "position_ids" not in inspect.signature(model.forward).parameters
+
+
 def _no_tree_because(model: PreTrainedModel, sample_proposals: bool) -> str | None:
     """Return why the loop cannot verify a tree, which has several tokens at one position, or `None` if it can."""
     text_config = model.config.get_text_config(decoder=True)
@@ -370,7 +412,7 @@ def _no_tree_because(model: PreTrainedModel, sample_proposals: bool) -> str | No
     if implementation not in MASKED_ATTENTION:
         return f"the attention of the target is {implementation!r}, which takes no mask for each query"
     has_own_positions = getattr(text_config, "alibi", False) or text_config.model_type == "gpt_neo"
-    if has_own_positions or "position_ids" not in inspect.signature(model.forward).parameters:
+    if has_own_positions or _counts_positions_itself(model):
         return "the target computes the positions of its tokens itself, one after the other"
     return "the proposals are sampled" if sample_proposals else None
 

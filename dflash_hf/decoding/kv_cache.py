@@ -341,12 +341,13 @@ _continues_exactly: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary
 @torch.no_grad()
 def check_cache_continuation(target: PreTrainedModel) -> None:
     """
-    Check that a target with recurrent layers can read several tokens from a saved state.
+    Check that a target can read several tokens after those that its cache holds.
 
-    A verify pass reads several tokens after those in the cache, and restores the state when some are rejected. Some
-    models start from an empty state whenever they receive more than one token, or keep their state outside the cache,
-    so that their text would be wrong without an error. The check reads a few tokens at once, and again in parts with a
-    rejected part in between, and compares the logits. It runs once for each target, and only for recurrent layers.
+    A verify pass reads several tokens, and those that are rejected are read again differently. Some models use no
+    cache or one of their own, take one token at a time, or start from an empty recurrent state whenever they receive
+    more than one, so that their text would be wrong without an error. The check reads a few tokens at once, and again
+    in parts with a rejected part in between, and compares the logits. It runs once for each target, and only for
+    recurrent layers and for attention that is not that of transformers.
 
     Args:
         target (`PreTrainedModel`): the target in evaluation mode.
@@ -354,15 +355,19 @@ def check_cache_continuation(target: PreTrainedModel) -> None:
     Raises:
         ValueError: The logits differ, or the layers use a cache of their own kind.
     """
+    if "cache" not in inspect.signature(target.forward).parameters:
+        raise ValueError(
+            f"The target {describe_target(target)} takes no cache, and verifying drafted tokens needs one. Use plain "
+            "generate for this target."
+        )
     cache = RaggedCache(target.config)
-    if not (cache.is_recurrent or getattr(target, "_is_stateful", False)):
+    has_usual_attention = target._supports_attention_backend and not getattr(target, "_is_stateful", False)
+    if has_usual_attention and not cache.is_recurrent:
         return
     if target not in _continues_exactly:
         _continues_exactly[target] = _logits_in_parts_agree(target, cache)
     if not _continues_exactly[target]:
-        kinds = (
-            f"layers of type {', '.join(cache.recurrent_layer_types)}" if cache.is_recurrent else "recurrent layers"
-        )
+        kinds = f"layers of type {', '.join(cache.recurrent_layer_types)}" if cache.is_recurrent else "layers"
         raise ValueError(
             f"The target {describe_target(target)} has {kinds} that do not continue from a cache with several tokens: "
             "a text that was read in parts gave other logits than the same text read at once, and verifying drafted "
@@ -397,7 +402,10 @@ def _logits_in_parts_agree(target: PreTrainedModel, cache: RaggedCache) -> bool:
             parts.append(logits_of(cache, part, start))
             cache.accept_states()
             start += count
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # the model uses a cache of its own kind
+    except torch.OutOfMemoryError:
+        raise
+    # the model uses a cache of its own kind, or reads one token at a time
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
     allowed = ALLOWED_SHARE.get(target.dtype, ALLOWED_SHARE_OF_SHORT_DTYPES)
     difference = (torch.cat(parts, dim=1) - expected).norm(dim=-1)

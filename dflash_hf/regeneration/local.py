@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
+from ..target.rotary import length_dependent_angles
 from .continuous_batching import ContinuousBatcher, continuous_batching_obstacle
 from .defaults import BATCH_SIZE
 from .requests import Completion, Failure, RequestQueue, SamplingParameters, TurnRequest
@@ -152,6 +153,9 @@ class LocalBackend:
         self.max_length: int | None = getattr(
             target.config.get_text_config(decoder=True), "max_position_embeddings", None
         )
+        angles = length_dependent_angles(target.config)
+        if angles is not None:  # a longer text would change the angles of all texts of its batch
+            self.max_length = min(angles[1], self.max_length or angles[1])
 
     def completions(self, requests: RequestQueue) -> Generator[tuple[TurnRequest, Completion | Failure]]:
         """

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
+from .rotary import length_dependent_angles
 
 logger = logging.get_logger(__name__)
 
@@ -69,6 +70,9 @@ def target_hidden_states(
     the first tokens this shorter pass is compared bit by bit with a pass of the whole target, which is used if they
     differ. It is also used for targets that are spread over devices or processes, compiled, or of another structure.
 
+    Where rotary angles depend on the length of the text ([`length_dependent_angles`]), rows of a batch that is longer
+    are run one by one. A row beyond that length has the angles of a prompt of its length in all places.
+
     Each sequence is run without padding before it. Padding therefore has no influence, however the target handles
     masks (recurrent layers, absolute positions).
 
@@ -93,9 +97,18 @@ def target_hidden_states(
         # A causal model never attends to later padding. With the real tokens first, no mask is needed.
         first_real = (~token_valid_mask).int().sort(dim=1, stable=True).indices
         input_ids = input_ids.gather(1, first_real)
-    with _truncation_lock:
-        states = _states_of_text(target, input_ids.to(target.device), target_layer_ids, include_final_state)
-    context = torch.cat([state.to(input_ids.device) for state in states], dim=-1)
+    angles = length_dependent_angles(target.config)
+    if angles is None or input_ids.shape[1] <= angles[1]:
+        context = _context(target, input_ids, target_layer_ids, include_final_state)
+    else:  # one long row would change the angles of all rows
+        context = torch.nn.utils.rnn.pad_sequence(
+            [
+                _context(target, row[None, : max(length, 1)], target_layer_ids, include_final_state)[0]
+                for row, length in zip(input_ids, token_valid_mask.sum(1).tolist(), strict=True)
+            ],
+            batch_first=True,
+        )
+        context = nn.functional.pad(context, (0, 0, 0, input_ids.shape[1] - context.shape[1]))
     if first_real is not None:
         rows = torch.arange(len(input_ids), device=input_ids.device)[:, None]
         context = context[rows, first_real.argsort(dim=1)]
@@ -144,6 +157,15 @@ def target_logits_function(
             "by slot. Leave l1_weight, kl_weight and soft_labels at their defaults."
         )
     return compute_target_logits
+
+
+def _context(
+    target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
+) -> torch.Tensor:
+    """Return the states of the layers, concatenated, on the device of the ids."""
+    with _truncation_lock:
+        states = _states_of_text(target, input_ids.to(target.device), layer_ids, include_final_state)
+    return torch.cat([state.to(input_ids.device) for state in states], dim=-1)
 
 
 def _states_of_text(
