@@ -89,11 +89,12 @@ def write_text(path: Path, text: str) -> None:
 
     Args:
         path (`Path`): an existing file is replaced.
-        text (`str`): the whole content.
+        text (`str`): the whole content, in which halves of surrogate pairs are replaced.
 
     Raises:
         OSError: the file cannot be written.
     """
+    text = without_lone_surrogates(text)
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
 
 
@@ -166,12 +167,12 @@ class Journal:
         Append one line. When this returns, the line survives a kill of the process.
 
         Args:
-            entry (`Mapping`): JSON values.
+            entry (`Mapping`): JSON values, in whose texts halves of surrogate pairs are replaced.
 
         Raises:
             OSError: the line cannot be written, for instance because the disk is full. No part of it stays.
         """
-        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+        line = without_lone_surrogates(json.dumps(entry, ensure_ascii=False)).encode() + b"\n"
         start = os.lseek(self._descriptor, 0, os.SEEK_END)
         try:
             while line:
@@ -373,6 +374,36 @@ def digest_number(text: str, size: int) -> int:
         `int`: 0 … 2 ** (8 · size) - 1.
     """
     return int(digest(text, size), 16)
+
+
+def without_lone_surrogates(value: Any) -> Any:
+    r"""
+    Replace halves of surrogate pairs by U+FFFD in all texts of a nested value.
+
+    Neither UTF-8 nor a tokenizer encodes such halves. They come from JSON escapes of truncated texts, and from file
+    names and arguments that are not in UTF-8. The two halves of a pair become their character.
+
+    Args:
+        value: A JSON value.
+
+    Returns:
+        The same value with mended texts.
+
+    Example:
+
+    ```python
+    >>> without_lone_surrogates({"content": "a\ud83d"})
+    {'content': 'a�'}
+
+    ```
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, Mapping):
+        return {without_lone_surrogates(key): without_lone_surrogates(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_lone_surrogates(item) for item in value]
+    return value
 
 
 def _sync(path: Path, flags: int) -> None:

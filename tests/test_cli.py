@@ -71,6 +71,29 @@ def test_train_reads_a_file_and_flags_override_it(run, saved_target, tmp_path):
     assert (pair.target, training.max_steps) == ("org/name", 3)
 
 
+def test_half_a_surrogate_pair_in_a_prompt_an_option_or_a_path_stops_no_command(run, saved_target, tmp_path):
+    half = b"\xff".decode(errors="surrogateescape")  # as Python reads an argument that is not in UTF-8
+    target = saved_target(num_hidden_layers=4)
+    pair = DFlashDraftModel.from_target(target, block_size=4, num_hidden_layers=1, num_target_layers=2)
+    pair.save_pretrained(draft := tmp_path / "draft")
+    rows = tmp_path / f"rows{half}.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": f"a{half}"}]}) + "\n")
+    out, prepared, page = (tmp_path / f"{name}{half}" for name in ("rows", "prepared", "page.html"))
+    short = ("--target", target, "--max-new-tokens", 4)
+    for arguments in (
+        ("generate", f"1{half}", "--draft", draft, *short),
+        ("regenerate", "--prompts", rows, "--out", out, *short, "--system-prompt", half),
+        ("prepare", "--dataset", out / "data" / "train-00000.parquet", "--target", target, "--out", prepared),
+        ("inspect", rows.with_name("x.jsonl"), "--target", target, "--html", page),
+        ("eval", "--draft", draft, "--prompts", rows, "--out", tmp_path / f"eval{half}", *short),
+    ):
+        if arguments[0] == "inspect":
+            write_rows(rows.with_name("x.jsonl"))
+        for _ in range(2):  # the second run finds the files of the first
+            code, _, err = run(*arguments)
+            assert code == 0, (arguments, err)
+
+
 @pytest.mark.trains
 def test_train_resumes_from_its_last_checkpoint(run, saved_target, tmp_path):
     target, rows, out = saved_target(), write_rows(tmp_path / "rows.jsonl"), tmp_path / "draft"

@@ -163,6 +163,33 @@ def test_half_a_surrogate_pair_in_a_file_becomes_a_replacement_character(tmp_pat
     assert load_rows(path, None, "train")["prompt"] == ["a\ufffd", "\U0001f600"]
 
 
+HALF = b'{"prompt": "a\\ud83d", "x": "\\\\ud83d"}'  # the second text has a backslash and no surrogate
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.json", b"[" + HALF + b', {"prompt": "b"}]'),
+        ("rows.json", HALF.replace(b",", b",\n") + b'\n{"prompt": "b"}'),
+        ("rows.jsonl.gz", gzip.compress(HALF + b'\n{"prompt": "b", "x": null}\n')),
+        ("folder/one.jsonl", HALF + b'\n{"prompt": "b"}\n'),
+    ],
+)
+def test_half_a_surrogate_pair_is_mended_in_every_file_of_json(tmp_path, name, content):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    file = Path(write_bytes(tmp_path / name, content))
+    rows = load_rows(str(file.parent if "/" in name else file), None, "train")
+    assert (rows["prompt"][:], rows[0]["x"]) == (["a\ufffd", "b"], r"\ud83d")
+
+
+def test_a_folder_whose_name_is_not_in_utf_8_is_named(tmp_path):
+    folder = tmp_path / b"rows\xff".decode(errors="surrogateescape")
+    folder.mkdir()
+    write_bytes(folder / "a.jsonl", b'{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match=r"The rows of .*rows.* cannot be read: .*surrogates not allowed"):
+        load_rows(str(folder), None, "train")
+
+
 def test_a_file_with_a_compression_that_is_not_installed_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     path = write_bytes(tmp_path / "rows.jsonl.zst", b"\x28\xb5\x2f\xfd")

@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from dflash_hf.data.labels import tokenize_row
+from dflash_hf.files import JOURNAL
 from dflash_hf.regeneration.requests import Completion, Failure, RequestQueue, SamplingParameters, TurnRequest
 from dflash_hf.regeneration.run import RegenerationSettings, are_completions_of, regenerate_rows
 from dflash_hf.regeneration.shards import RowShards
@@ -164,6 +165,110 @@ def test_what_fails_is_told_and_tried_again_by_the_next_run(tmp_path):
     assert [request.messages[-1]["content"] for request in backend.requests].count("fail") == 2
     assert list(rows_of(tmp_path)) == ["b"]
     assert progress.num_failed == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "stored"),
+    [
+        ({"content": "a\ud83d"}, {"content": "a\ufffd"}),
+        ({"content": "\ud83d\ude00"}, {"content": "\U0001f600"}),
+        ({"content": "a\0\r\u2028\x85b"}, {"content": "a\0\r\u2028\x85b"}),
+        ({"content": "a", "reasoning_content": "\udc00"}, {"reasoning_content": "\ufffd"}),
+        (
+            {"content": "", "tool_calls": [{"function": {"name": "\ud83d", "arguments": {"\udc00": [float("nan")]}}}]},
+            {"tool_calls": [{"function": {"name": "\ufffd", "arguments": {"\ufffd": [None]}}}]},
+        ),
+    ],
+)
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+def test_half_a_surrogate_pair_in_a_completion_does_not_stop_the_run(tmp_path, message, stored, file_format):
+    class Broken(Echo):
+        def complete(self, request: TurnRequest) -> Completion | Failure:
+            if request.messages[-1]["content"] != "broken":
+                return super().complete(request)
+            return Completion({"role": "assistant", **message}, "stop", [1], [2])
+
+    backend = Broken()
+    for _ in range(2):  # the second run goes on in the folder
+        with RowShards(tmp_path, asdict(SETTINGS), file_format=file_format) as shards:
+            prompts = [{"prompt": "a"}, {"turns": ["broken", "and then"]}, {"prompt": "b"}]
+            *_, progress = regenerate_rows(prompts, backend, shards, SETTINGS)
+    assert (progress.num_existing, progress.num_failed) == (3, 0)
+    assert all(_is_encodable(request.messages) for request in backend.requests)  # the next turn was asked mended
+    row = rows_of(tmp_path)["broken"]
+    assert {name: row["messages"][1][name] for name in stored} == stored
+
+
+def _is_encodable(messages: list[dict]) -> bool:
+    return bool(json.dumps(messages, ensure_ascii=False).encode())
+
+
+def _nested(depth: int) -> list:
+    return [_nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (Failure("it said \ud83d"), "it said \ufffd"),
+        (Completion({"role": "assistant", "content": "x", "tool_calls": _nested(900)}, "stop"), "nested too deeply"),
+        (Completion({"role": "assistant", "content": "x"}, "stop", [2**70], [1]), "does not fit the columns"),
+        (Completion({"role": "assistant", "content": "x", "tool_calls": {1: {2}}}, "stop"), "not JSON serializable"),
+    ],
+)
+def test_a_completion_that_cannot_be_stored_fails_alone(tmp_path, outcome, reason):
+    class Broken(Echo):
+        def complete(self, request: TurnRequest) -> Completion | Failure:
+            return outcome if request.messages[-1]["content"] == "broken" else super().complete(request)
+
+    for _ in range(2):
+        progress = run(tmp_path, [{"prompt": "a"}, {"prompt": "broken"}, {"prompt": "b"}], Broken())
+    assert (progress.num_existing, progress.num_failed) == (2, 1)
+    assert set(rows_of(tmp_path)) == {"a", "b"}
+    (line,) = map(json.loads, (tmp_path / "failed.jsonl").read_text().splitlines())
+    assert line["messages"] == [{"role": "user", "content": "broken"}]
+    assert reason in line["reason"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": ""},
+        {"prompt": None},
+        {"messages": _nested(900)},
+        {"turns": "[" * 10**5},
+        {"prompt": "a", "tools": "[" * 10**5},
+        {"messages": [{"role": "user", "content": float("nan")}]},
+    ],
+)
+def test_a_prompt_that_cannot_be_read_fails_alone(tmp_path, prompt):
+    progress = run(tmp_path, [prompt, {"prompt": "ok"}], Echo())
+    assert (progress.num_completed, progress.num_failed) == (1, 1)
+    assert "The prompt cannot be read" in (tmp_path / "failed.jsonl").read_text()
+
+
+def test_half_a_surrogate_pair_in_a_prompt_is_mended_wherever_it_is(tmp_path):
+    backend = Echo()
+    settings = RegenerationSettings("me/\udcff", None, SamplingParameters(9), "Be \ud83d", {"style": "\ud83d"})
+    progress = run(
+        tmp_path, [{"prompt": "a\ud83d", "tools": [{"name": "\ud83d"}], "note": "\ud83d"}], backend, settings
+    )
+    assert (progress.num_completed, progress.num_failed) == (1, 0)
+    (request,) = backend.requests
+    assert request.messages == [{"role": "system", "content": "Be \ufffd"}, {"role": "user", "content": "a\ufffd"}]
+    assert request.tools == [{"name": "\ufffd"}]
+    (row,) = datasets.load_dataset(str(tmp_path), split="train")
+    assert (said(row), row["chat_template_kwargs"]) == (["Be \ufffd", "a\ufffd", "A\ufffd"], {"style": "\ufffd"})
+
+
+def test_a_journal_with_a_row_that_no_shard_can_hold_is_continued(tmp_path, caplog):
+    with RowShards(tmp_path, asdict(SETTINGS)):
+        pass
+    bad = {"conversation_id": "x", "messages": [], "input_ids": [2**70], "loss_mask": [True]}
+    (tmp_path / JOURNAL).write_text(json.dumps(bad) + "\n")
+    progress = run(tmp_path, [{"prompt": "a"}], Echo())
+    assert (progress.num_completed, set(rows_of(tmp_path))) == (1, {"a"})
+    assert "is left out, and its prompt is asked again" in caplog.text
 
 
 @pytest.mark.parametrize("num_completions", [0, 1, 4, 6])

@@ -137,6 +137,16 @@ def test_sampling_tools_and_template_arguments_reach_the_server():
     assert server.calls[0].authorization == "Bearer secret"
 
 
+def test_a_request_that_is_no_json_fails_alone():
+    broken = request_of("broken", tools=[{"minimum": float("nan")}])
+    with FaultyServer() as server:
+        completions = completions_of(backend_of(server), [request_of("a"), broken, request_of("b")])
+    assert isinstance(completions["a"], Completion)
+    assert isinstance(completions["b"], Completion)
+    assert completions["broken"].reason.startswith("the request cannot be written as JSON (Out of range float values")
+    assert len(server.calls) == 2
+
+
 def test_a_filtered_answer_fails_without_further_tries():
     def filtered(body: dict) -> dict:
         answer = answer_of(body)

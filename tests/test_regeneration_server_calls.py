@@ -50,7 +50,8 @@ def test_an_answer_holds_what_the_server_tells():
     choice = {"message": yes, "finish_reason": "stop", "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
     assert read_completion(json.dumps({"choices": [choice]})) == vllm
     assert read_completion(response_of(usage={"completion_tokens": 4})) == Completion(yes, "stop", num_tokens=4)
-    assert read_completion(response_of(prompt_token_ids=None, token_ids=["3"])) == Completion(yes, "stop")
+    for no_ids in (["3"], [True], [-1], [2**70], {"3": 3}):
+        assert read_completion(response_of(prompt_token_ids=None, token_ids=no_ids)) == Completion(yes, "stop")
 
     as_text = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     no_json = {"function": {"name": "add", "arguments": "{a"}}
@@ -75,6 +76,9 @@ def test_an_answer_holds_what_the_server_tells():
         ('{"choices": [null]}', r"no choice", True),
         (response_of(finish_reason="content_filter"), r"finish_reason='content_filter'", False),
         (response_of({"role": "assistant", "content": [{"type": "text"}]}), r"not text", True),
+        (response_of({"role": "assistant", "content": "a", "reasoning": {"b": 1}}), r"reasoning .* not text", True),
+        ("[" * 10**5, r"not JSON \(maximum recursion", True),
+        ("9" * 5000, r"not JSON \(Exceeds the limit", True),
     ],
 )
 def test_a_response_without_an_answer_says_why(text, reason, is_transient):

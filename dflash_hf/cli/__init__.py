@@ -7,6 +7,7 @@ appear at once.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -58,8 +59,10 @@ def main() -> None:
     Run the command.
 
     Bad input ends in one line and exit code 1. With `DFLASH_HF_TRACEBACK=1` in the environment, it ends in the
-    traceback.
+    traceback. A character that the standard output cannot encode is written as an escape.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a caller may have replaced it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:

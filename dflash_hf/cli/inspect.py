@@ -50,6 +50,7 @@ def inspect(
     from ..data.inspection.statistics import RowStatistics
     from ..data.inspection.terminal import print_row, print_statistics
     from ..data.loading import load_rows
+    from ..files import write_text
     from ..target.loading import read_target
 
     if rows < 0:
@@ -77,7 +78,7 @@ def inspect(
         print_row(console, inspected, plan)
     title = f"{Path(data).name} for {Path(target).name}, blocks of {block_size}"
     if html is not None:
-        html.write_text(render_page(title, statistics, shown, plan, num_rows), encoding="utf-8")
+        write_text(html, render_page(title, statistics, shown, plan, num_rows))
         console.print(f"The page is in {html}.", soft_wrap=True, markup=False, highlight=False)
     if png is not None:
         draw_rows(title, statistics, shown, plan, num_rows, png)

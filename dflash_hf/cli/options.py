@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ..data.text import short
+from ..files import without_lone_surrogates
+
 INTERRUPTED = 130  # the exit code that shells use for a command stopped by Ctrl-C
 Value = TypeVar("Value")
 
@@ -25,15 +28,15 @@ def json_object(option: str, text: str) -> dict[str, Any]:
         ValueError: The value is not valid JSON, or not an object.
     """
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = without_lone_surrogates(json.loads(text))
+    except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{option} {text!r} is not valid JSON ({error.msg}). Write a JSON object, for example "
+            f"{option} {short(text)} is not valid JSON ({error}). Write a JSON object, for example "
             '{"enable_thinking": false}.'
         ) from error
     if not isinstance(value, dict):
         raise ValueError(
-            f"{option} {text!r} must be a JSON object of names and values. Write for example "
+            f"{option} {short(text)} must be a JSON object of names and values. Write for example "
             '{"enable_thinking": false}.'
         )
     return value

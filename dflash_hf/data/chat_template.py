@@ -12,6 +12,8 @@ import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..files import without_lone_surrogates
+
 # Private-use characters mark the place of a content: no text has them, and no template strips them
 _CONTENT_MARK = "\ue000content\ue001"
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
@@ -27,7 +29,9 @@ _MAY_LOOP_OVER_CONTENT = re.compile(r"\bin\s[^%}]*content")
 
 # Templates raise errors of their own, and expressions in them those of Python: they add values of different types,
 # index or convert texts; transformers (5.24) raises a ValueError for tools that are no mappings
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 class ChatTemplateError(ValueError):
@@ -43,8 +47,8 @@ def chat_inputs(
     """
     Turn a user message or a conversation into inputs of `generate`, through the chat template if there is one.
 
-    Without a template the contents are joined: a user message ends without a line break, so that the completion
-    continues its line, and every other message ends with one.
+    Halves of surrogate pairs are replaced. Without a template the contents are joined: a user message ends without a
+    line break, so that the completion continues its line, and every other message ends with one.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
@@ -60,7 +64,7 @@ def chat_inputs(
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    messages = [dict(message) for message in prompt]
+    messages = without_lone_surrogates([dict(message) for message in prompt])
     if tokenizer.chat_template is None:
         text = "".join(message["content"] + "\n" * (message["role"] != "user") for message in messages)
         return dict(tokenizer(text, return_tensors="pt").to(device))
@@ -132,7 +136,8 @@ class ChatRenderer:
                 **self.template_kwargs,
             )
         except _TEMPLATE_ERRORS as error:
-            raise ChatTemplateError(f"The chat template refuses the conversation: {error}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ChatTemplateError(f"The chat template refuses the conversation: {reason}") from error
         return str(text)
 
     def prompt_ids(self, history: list[dict[str, Any]]) -> list[int]:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..files import without_lone_surrogates
 from .chat_template import LOSS_KEYS, REASONING_FIELDS, content_text, without_nulls
-from .text import short, without_lone_surrogates
+from .text import short
 
 CONVERSATION_COLUMNS = ("messages", "conversations")
 SYSTEM_COLUMNS = ("system", "system_prompt")

@@ -6,16 +6,17 @@ import bz2
 import codecs
 import gzip
 import importlib
-import json
 import lzma
+import re
+import tempfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 
 from ..files import JOURNAL, SETTINGS
-from .text import without_lone_surrogates
 
 _KINDS = {
     ".json": "json",
@@ -29,6 +30,11 @@ _KINDS = {
 }
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 READ_FILES = f"{', '.join(_KINDS)}, each also with {', '.join(_COMPRESSIONS)}"
+# Escapes of JSON texts: pairs of surrogates, halves of them, and all others
+_ESCAPES = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+)
+_MAY_BE_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 _TEXT_KINDS = ("json", "csv", "text")
 _CHUNK_BYTES = 2**24
 _READ_ERRORS = (
@@ -71,11 +77,13 @@ def load_rows(name: str, config: str | None, split: str) -> datasets.Dataset:
         return _load_from_disk(path, split)
     if path.is_dir():
         _check_journal_is_empty(path)
-        if not (path / "README.md").is_file():  # a data-set card may itself declare which files hold the rows
-            _check_files_of_folder(path, config)
     try:
+        if path.is_dir() and not (path / "README.md").is_file():  # a data-set card may declare which files hold rows
+            files = _check_files_of_folder(path, config).get(split, [])
+            if any(map(_has_half_pairs, files)):
+                return _load_mended(files)
         return datasets.load_dataset(name, config, split=split)
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, UnicodeEncodeError) as error:  # or the name is not in UTF-8
         raise ValueError(f"The rows of {name} cannot be read: {_reason(error)}") from error
 
 
@@ -116,14 +124,13 @@ def _load_file(path: Path) -> datasets.Dataset:
     try:
         if kind in _TEXT_KINDS:
             _check_encoding(path)
+        if _has_half_pairs(path):
+            return _load_mended([path])
         rows = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
         return _with_texts(rows, path, options) if kind == "csv" else rows
     except _READ_ERRORS as error:
-        reason = _reason(error)
-        if kind == "json" and "surrogate" in reason:
-            return _mended_json_lines(path)
         raise ValueError(
-            f"The data file {path} cannot be read as {kind}: {reason}. Pass a whole file of one of the kinds "
+            f"The data file {path} cannot be read as {kind}: {_reason(error)}. Pass a whole file of one of the kinds "
             f"{READ_FILES}; text files must be in UTF-8."
         ) from error
 
@@ -178,21 +185,28 @@ def _with_texts(rows: datasets.Dataset, path: Path, options: dict[str, Any]) -> 
     )
 
 
-def _mended_json_lines(path: Path) -> datasets.Dataset:
-    r"""Read JSON lines with escapes such as `\ud800`, half a pair of surrogates, which pyarrow refuses."""
-    rows = []
+def _has_half_pairs(path: Path) -> bool:
+    r"""Return whether a JSON file has escapes such as `\ud800`, half a pair of surrogates, which pyarrow refuses."""
+    if _kind(data_suffix(path)) != "json":
+        return False
     with _open(path) as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(without_lone_surrogates(json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"The data file {path}, line {number}, is not JSON ({error.msg}). Write one JSON object on each "
-                    "line."
-                ) from error
-    return datasets.Dataset.from_list(rows)
+        return any(_MAY_BE_HALF_PAIR.search(line) and _mended_line(line) != line for line in stream)
+
+
+def _mended_line(line: bytes) -> bytes:
+    """Replace halves of surrogate pairs in a line of JSON by U+FFFD."""
+    return _ESCAPES.sub(lambda escape: rb"\ufffd" if escape["half"] else escape[0], line)
+
+
+def _load_mended(files: Sequence[Path]) -> datasets.Dataset:
+    """Load the rows of JSON files in which halves of surrogate pairs are replaced."""
+    with tempfile.TemporaryDirectory() as folder:
+        mended = []
+        for number, path in enumerate(files):
+            mended.append(str(Path(folder, f"{number}.jsonl")))
+            with _open(path) as stream, open(mended[-1], "wb") as copy:
+                copy.writelines(map(_mended_line, stream))
+        return datasets.load_dataset("json", data_files=mended, split="train", cache_dir=folder, keep_in_memory=True)
 
 
 def _reason(error: BaseException) -> str:
@@ -212,9 +226,11 @@ def _check_journal_is_empty(folder: Path) -> None:
         )
 
 
-def _check_files_of_folder(folder: Path, config: str | None) -> None:
+def _check_files_of_folder(folder: Path, config: str | None) -> dict[str, list[Path]]:
     """
-    Raise an error if `datasets` would ignore a data file of the folder, or if a text file is not in UTF-8.
+    Return the data files of each split of a folder.
+
+    An error is raised if `datasets` would ignore a data file, or if a text file is not in UTF-8.
 
     datasets 5.2 assigns files to splits by their names. If one file name contains the name of a split, as
     `gsm8k-train.jsonl` does, all files without such a name are ignored. Of several kinds of files it reads one.
@@ -245,6 +261,7 @@ def _check_files_of_folder(folder: Path, config: str | None) -> None:
                 raise ValueError(
                     f"The data file {file} cannot be read: {_reason(error)}. Text files must be in UTF-8."
                 ) from error
+    return {name: [Path(file) for file in files] for name, files in splits.items()}
 
 
 def _is_surely_of_rows(file: Path) -> bool:

@@ -13,7 +13,7 @@ import datasets
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
-from ..files import differences, json_digest, replace_folder
+from ..files import differences, json_digest, replace_folder, without_lone_surrogates, write_text
 from ..target.loading import TargetText
 from .prepare import PreparedRows
 from .settings import PreparationSettings
@@ -86,7 +86,7 @@ def is_prepared_already(folder: Path, settings: Mapping[str, Any], *, overwrite:
         )
     if overwrite:
         return False
-    earlier, wanted = report["settings"], json.loads(json.dumps(dict(settings)))
+    earlier, wanted = report["settings"], without_lone_surrogates(json.loads(json.dumps(dict(settings))))
     if earlier == wanted:
         return True
     changes = "; ".join(map(str, differences(earlier, wanted)))
@@ -180,9 +180,9 @@ def write_folder(folder: Path, prepared: PreparedRows, report: Mapping[str, Any]
         if prepared.evaluation is not None:
             _write_split(prepared.evaluation, unfinished / "data", EVALUATION_SPLIT)
         if prepared.mismatches:
-            with (unfinished / MISMATCHES).open("w", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in prepared.mismatches)
-        (unfinished / REPORT).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in prepared.mismatches]
+            write_text(unfinished / MISMATCHES, "".join(lines))
+        write_text(unfinished / REPORT, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
 
 def check_prepared(

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 
-from ..files import json_digest
+from ..files import json_digest, without_lone_surrogates
 from .conversations import (
     as_messages,
     check_has_no_media,
@@ -20,7 +20,7 @@ from .conversations import (
     parse_tools,
     with_system_prompt,
 )
-from .text import short, without_lone_surrogates
+from .text import short
 
 PROMPT_COLUMNS = ("messages", "conversations", "turns", "prompt", "text")
 _PROMPT_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -71,8 +71,17 @@ def conversation_of_row(
         [`Conversation`]
 
     Raises:
-        ValueError: the row has no prompt, one of another form, an unknown speaker, or an image.
+        ValueError: the row has no prompt, one of another form, an unknown speaker, an image, or values that are nested
+            too deeply.
     """
+    try:
+        return _conversation(row, column, system_prompt)
+    except RecursionError as error:
+        raise ValueError("a value is nested too deeply. Flatten it, or remove the row.") from error
+
+
+def _conversation(row: Mapping[str, Any], column: str | None, system_prompt: str | None) -> Conversation:
+    """Read the prompt of a row; see [`conversation_of_row`]."""
     check_has_no_media(row)
     names = [column] if column is not None else [name for name in PROMPT_COLUMNS if row.get(name) is not None]
     value = row.get(names[0]) if names else None
@@ -99,7 +108,7 @@ def conversation_of_row(
     if not turns:
         raise ValueError("there is no message of a user.")
     if system_prompt is not None:
-        turns[0] = [{"role": "system", "content": system_prompt}, *turns[0]]
+        turns[0] = [{"role": "system", "content": without_lone_surrogates(system_prompt)}, *turns[0]]
     return Conversation(turns, parse_tools(row.get("tools")))
 
 

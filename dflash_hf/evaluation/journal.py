@@ -20,6 +20,7 @@ from ..files import (
     refuse_foreign_files,
     refuse_other_settings,
     remove_partial_files,
+    without_lone_surrogates,
     write_text,
 )
 from .response_pairs import ResponsePair
@@ -49,7 +50,7 @@ class SuiteJournal:
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any], process_index: int = 0) -> None:
-        self.folder, self.settings = Path(folder), json.loads(json.dumps(settings))
+        self.folder, self.settings = Path(folder), without_lone_surrogates(json.loads(json.dumps(settings)))
         self.process_index = process_index
         self.pairs: dict[Any, ResponsePair] = {}
         self.runs: list[dict[str, Any]] = []

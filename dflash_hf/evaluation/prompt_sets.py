@@ -11,7 +11,7 @@ import datasets
 
 from ..data.loading import data_suffix, load_rows
 from ..data.prompts import Conversation, conversation_of_row, sample_rows
-from ..files import digest
+from ..files import digest, without_lone_surrogates
 
 MATHS = "{}\n\nReason step by step, and put the final answer in \\boxed{{}}."
 PYTHON_FUNCTION = "Complete this Python function, and answer with the whole function:\n\n```python\n{}\n```"
@@ -123,7 +123,7 @@ def load_prompt_sets(
         names.update(dict.fromkeys(SUITES.get(suite, (suite,))))
     sets = [_named_set(name, folder, limit, seed) for name in names]
     for file in map(Path, prompt_files):
-        name = file.name.removesuffix(data_suffix(file)) or file.name
+        name = without_lone_surrogates(file.name.removesuffix(data_suffix(file)) or file.name)
         if name in names:
             raise ValueError(
                 f"--prompts {file} has the name of another set, {name!r}, and names must differ. Rename the file."

@@ -7,10 +7,10 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..data.chat_template import ChatRenderer, ChatTemplateError
 from ..model.configuration_dflash import describe_target
 from ..target.rotary import length_dependent_angles
 from .continuous_batching import ContinuousBatcher, continuous_batching_obstacle
@@ -21,8 +21,6 @@ from .sampling import Prompt, RandomNumbers, SampledTokens, TokenSelection
 logger = logging.get_logger(__name__)
 
 WINDOW_BATCHES = 4  # this many batches of requests are read ahead and sorted by length
-# What a chat template raises itself, and what its expressions raise for messages of an unexpected form.
-TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
 class StaticBatcher:
@@ -190,17 +188,11 @@ class LocalBackend:
 
     def _prompt(self, request: TurnRequest) -> Prompt | Failure:
         try:
-            tools: Any = request.tools
-            ids: Any = self.tokenizer.apply_chat_template(
-                request.messages,
-                tools=tools,
-                add_generation_prompt=True,
-                return_dict=False,
-                **request.chat_template_kwargs,
+            ids = ChatRenderer(self.tokenizer, request.tools, request.chat_template_kwargs).prompt_ids(
+                request.messages
             )
-        except TEMPLATE_ERRORS as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            return Failure(f"The chat template cannot render the messages: {reason}")
+        except ChatTemplateError as error:
+            return Failure(str(error))
         room = self.sampling.max_new_tokens
         if self.max_length is not None:
             room = min(room, self.max_length - len(ids))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data.prompts import Conversation, conversation_of_row
-from ..files import digest_number
+from ..files import digest_number, without_lone_surrogates
 from ..provenance import target_label
 from .requests import Completion, Failure, GenerationBackend, RequestQueue, SamplingParameters, TurnRequest
 from .shards import RowShards
@@ -226,17 +226,13 @@ class _Regeneration:
         identity = request.conversation_id
         state = self.open[identity]
         if isinstance(outcome, Failure):
-            del self.open[identity]
-            self._fail(
-                {
-                    "conversation_id": identity,
-                    "messages": state.messages,
-                    "turn": request.turn,
-                    "reason": outcome.reason,
-                }
-            )
+            self._fail_turn(request, outcome.reason)
             return
-        state.messages.append(outcome.message)
+        try:
+            state.messages.append(without_lone_surrogates(outcome.message))
+        except RecursionError:
+            self._fail_turn(request, "The values in the message of the completion are nested too deeply.")
+            return
         state.recorded.append((outcome.prompt_ids, outcome.token_ids))
         self.progress.num_tokens += (
             len(outcome.token_ids) if outcome.token_ids is not None else outcome.num_tokens or 0
@@ -246,23 +242,33 @@ class _Regeneration:
             state.messages.extend(turns[request.turn + 1])
             requests.put(self._request(identity, request.turn + 1))
             return
-        del self.open[identity]
         input_ids, loss_mask = _conversation_ids(state.recorded)
-        self.shards.add(
-            {
-                "conversation_id": identity,
-                "messages": state.messages,
-                "tools": state.conversation.tools,
-                "chat_template_kwargs": dict(request.chat_template_kwargs),
-                "input_ids": input_ids,
-                "loss_mask": loss_mask,
-                "finish_reason": outcome.finish_reason,
-                "target": target_label(self.settings.target),
-                "target_revision": self.settings.target_revision,
-                "sampling": asdict(self.settings.sampling),
-            }
-        )
+        row = {
+            "conversation_id": identity,
+            "messages": state.messages,
+            "tools": state.conversation.tools,
+            "chat_template_kwargs": dict(request.chat_template_kwargs),
+            "input_ids": input_ids,
+            "loss_mask": loss_mask,
+            "finish_reason": outcome.finish_reason,
+            "target": target_label(self.settings.target),
+            "target_revision": self.settings.target_revision,
+            "sampling": asdict(self.settings.sampling),
+        }
+        try:
+            self.shards.add(row)
+        except (ValueError, TypeError) as error:  # a value that is no JSON, or not of the type of its column
+            state.messages.pop()
+            self._fail_turn(request, str(error))
+            return
+        del self.open[identity]
         self.progress.num_completed += 1
+
+    def _fail_turn(self, request: TurnRequest, reason: str) -> None:
+        """End a conversation that has no completion of a turn."""
+        identity = request.conversation_id
+        messages = self.open.pop(identity).messages
+        self._fail({"conversation_id": identity, "messages": messages, "turn": request.turn, "reason": reason})
 
     def _fail(self, line: Mapping[str, Any]) -> None:
         self.shards.add_failure(line)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import os
 import queue
 import random
@@ -264,6 +265,10 @@ class ServerBackend:
 
     async def _post(self, client: Any, request: TurnRequest, *, with_token_ids: bool) -> Completion:
         body = request_body(request, self.sampling, with_token_ids=with_token_ids)
+        try:
+            json.dumps(body, allow_nan=False)  # the client of openai would raise the same errors
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RequestError(f"the request cannot be written as JSON ({error})", is_transient=False) from error
         create = client.chat.completions.with_raw_response.create
         return read_completion((await self._call(create, self.timeout_s, model=self.model, **body)).text)
 

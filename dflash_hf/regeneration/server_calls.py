@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, cast
 
 from .requests import Completion, SamplingParameters, TurnRequest
 
@@ -132,8 +132,9 @@ def read_completion(text: str) -> Completion:
     """
     try:
         response = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"the response is not JSON ({error.msg})", is_transient=True) from error
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise RequestError(f"the response is not JSON ({reason})", is_transient=True) from error
     choices = response.get("choices") if isinstance(response, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
@@ -162,6 +163,8 @@ def _read_message(message: object) -> dict[str, Any]:
     }
     parts = {key: value for key, value in parts.items() if value}
     content = message.get("content")
+    if not isinstance(parts.get("reasoning_content", ""), str):
+        raise RequestError("the reasoning of the message is not text", is_transient=True)
     if content is None and not parts:
         raise RequestError("the content of the message is null", is_transient=True)
     if not isinstance(content, str | None):
@@ -175,7 +178,7 @@ def _with_parsed_arguments(tool_calls: Any) -> Any:
     for call in tool_calls if isinstance(tool_calls, list) else []:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with suppress(json.JSONDecodeError):  # a target may write something else, which stays text
+            with suppress(ValueError, RecursionError):  # what else a target may write stays text
                 call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
         calls.append(call)
     return calls
@@ -187,7 +190,8 @@ def _num_tokens(usage: object) -> int | None:
 
 
 def _ids(value: object) -> list[int] | None:
-    return value if isinstance(value, list) and all(type(each) is int for each in value) else None
+    are_ids = isinstance(value, list) and all(type(each) is int and 0 <= each < 2**31 for each in value)
+    return cast(list[int], value) if are_ids else None
 
 
 class RateLimiter:

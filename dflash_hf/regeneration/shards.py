@@ -15,6 +15,7 @@ import pyarrow.parquet
 from datasets import Json, List, Value
 from datasets.info import DatasetInfosDict
 from huggingface_hub import DatasetCardData
+from transformers.utils import logging
 
 from ..files import (
     JOURNAL,
@@ -27,10 +28,13 @@ from ..files import (
     refuse_other_settings,
     remove_partial_files,
     replace_file,
+    without_lone_surrogates,
     write_text,
 )
 from ..provenance import target_label
 from .defaults import FORMATS, ROWS_PER_SHARD
+
+logger = logging.get_logger(__name__)
 
 ROW_FEATURES = datasets.Features(
     {
@@ -163,12 +167,15 @@ class RowShards:
         Add a row. When this returns, the row survives a kill of the process.
 
         Args:
-            row (`Mapping`): the columns of `ROW_FEATURES`; a missing column is null.
+            row (`Mapping`):
+                The columns of `ROW_FEATURES`; a missing column is null. Halves of surrogate pairs are replaced.
 
         Raises:
+            ValueError: a value does not fit its column. The row is not added, and others can be.
             OSError: the row cannot be written, for instance because the disk is full. No part of it stays.
         """
         whole = _whole_row(row)
+        _check_fits_columns(whole)
         self._journal.append(whole)
         self._newest.append(whole)
         self.done_ids.add(whole["conversation_id"])
@@ -207,8 +214,9 @@ class RowShards:
         for path in self._shards():
             try:
                 if path.suffix == ".parquet":
-                    column = pyarrow.parquet.read_table(path, columns=["conversation_id"])["conversation_id"]
-                    self.done_ids.update(column.to_pylist())
+                    with path.open("rb") as stream:  # pyarrow takes no path that is not in UTF-8
+                        table = pyarrow.parquet.read_table(stream, columns=["conversation_id"])
+                    self.done_ids.update(table["conversation_id"].to_pylist())
                 else:
                     with path.open(encoding="utf-8") as lines:
                         self.done_ids.update(json.loads(line)["conversation_id"] for line in lines)
@@ -221,9 +229,15 @@ class RowShards:
     def _read_journal(self) -> None:
         """Read the rows of the journal that no shard contains."""
         for row in read_journal(self._journal.path, _whole_row):
-            if row["conversation_id"] not in self.done_ids:  # a kill may have come before the clearing
-                self.done_ids.add(row["conversation_id"])
-                self._newest.append(row)
+            if row["conversation_id"] in self.done_ids:  # a kill may have come before the clearing
+                continue
+            try:
+                _check_fits_columns(row)
+            except ValueError as error:
+                logger.warning(f"A row in {self._journal.path} is left out, and its prompt is asked again. {error}")
+                continue
+            self.done_ids.add(row["conversation_id"])
+            self._newest.append(row)
         if not self._newest:
             self._journal.clear()
 
@@ -233,7 +247,7 @@ class RowShards:
         rows, self._newest = self._newest, []  # after an interrupt, the journal still has them
         number = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in self._shards()), default=-1)
         path = self.folder / "data" / f"train-{number:05d}.{self.file_format}"
-        dataset = datasets.Dataset.from_list(rows, features=ROW_FEATURES)
+        dataset = _dataset(rows)
         write = dataset.to_parquet if self.file_format == "parquet" else dataset.to_json
         with _quiet_datasets():
             replace_file(path, lambda temporary: write(str(temporary)))
@@ -251,7 +265,27 @@ def _card(settings: Mapping[str, Any]) -> str:
 
 
 def _whole_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row.get(name) for name in ROW_FEATURES}
+    """Return all columns of a row, with mended texts."""
+    return {
+        name: row.get(name) if name in ("input_ids", "loss_mask") else without_lone_surrogates(row.get(name))
+        for name in ROW_FEATURES
+    }
+
+
+def _dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
+    return datasets.Dataset.from_list(rows, features=ROW_FEATURES)
+
+
+def _check_fits_columns(row: dict[str, Any]) -> None:
+    """Raise a `ValueError` if a row could not become part of a shard, so that it never enters the journal."""
+    try:
+        _dataset([row])
+    # What pyarrow and datasets 5.2 raise: ArrowInvalid and UnicodeEncodeError are of the kind ValueError
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, pyarrow.ArrowException) as error:
+        raise ValueError(
+            f"The row {row['conversation_id']!r} does not fit the columns of a shard ({error}). Its values must have "
+            "the types of ROW_FEATURES."
+        ) from error
 
 
 @contextmanager
