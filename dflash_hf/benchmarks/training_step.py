@@ -184,7 +184,8 @@ class _Step:
             hidden_states = block_hidden_states(self.draft, self.draft, plan, batch, block_attention="dense")
         with clock.phase("loss"):
             hidden_states = hidden_states[plan.loss_mask]
-            labels = batch.input_ids[plan.sample_rows[:, None], plan.label_positions][plan.loss_mask]
+            rows = plan.sample_rows[:, None].expand_as(plan.loss_mask)
+            labels = batch.input_ids[rows[plan.loss_mask], plan.label_positions[plan.loss_mask]]
             logits = self.draft.compute_logits(hidden_states)
             cross_entropy = functional.cross_entropy(logits.float(), labels, reduction="none")
             weights = decay_weights(plan.loss_mask, default_loss_decay(plan.block_size))
