@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_target
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -12,6 +13,7 @@ from transformers import (
     Gemma4TextConfig,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     T5Config,
 )
@@ -362,6 +364,22 @@ def test_a_row_without_a_token_that_is_a_pad_or_an_end_is_not_the_mask_token(sou
             if name in vars(type(tokenizer)):
                 delattr(type(tokenizer), name)
     assert config.mask_token_id == next_row
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_an_unknown_token_that_no_text_contains_may_be_the_mask_token(is_written):
+    """SmolLM2 uses all rows, and its first special token is an unknown token that byte-level merges never write."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if is_written:
+        backend = Tokenizer(models.WordLevel({"<unk>": 0, "word": 1}, unk_token="<unk>"))
+    else:
+        backend = Tokenizer(models.BPE({"<unk>": 0, **{symbol: 1 + i for i, symbol in enumerate(alphabet)}}, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["<unk>", "<end>", "<repo>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<end>")
+    chosen, _ = choose_mask_token_id(tokenizer, len(tokenizer))
+    assert tokenizer.convert_ids_to_tokens(chosen) == ("<repo>" if is_written else "<unk>")
+    assert choose_mask_token_id(tokenizer, len(tokenizer), {0})[0] == tokenizer.convert_tokens_to_ids("<repo>")
 
 
 def test_a_special_token_without_an_embedding_row_is_not_the_mask_token(tokenizer):

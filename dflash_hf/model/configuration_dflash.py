@@ -180,7 +180,8 @@ def choose_mask_token_id(
     Choose the token whose embedding fills the slots to be drafted.
 
     The first choice is the tokenizer's mask token, the second an embedding row that no token uses, and the third the
-    first special token other than pad, eos, bos and unk.
+    first special token other than pad, eos and bos. The unknown token is among these only if no text contains it, as
+    in byte-level vocabularies.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
@@ -209,6 +210,10 @@ def choose_mask_token_id(
     unused_rows = range(max(tokenizer.get_vocab().values()) + 1, num_embeddings)
     if (unused_row := next(filter(is_free, unused_rows), None)) is not None:
         return unused_row, "the first embedding row that no token uses"
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    with_a_use = {*(getattr(tokenizer, name, None) for name in names[:3]), *(excluded_token_ids or ())}
+    if unknown not in with_a_use and unknown not in tokenizer.encode("\ue000", add_special_tokens=False):
+        excluded.discard(unknown)
     for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.special and is_free(token_id):
             return token_id, f"the special token {token.content!r}"
@@ -1011,7 +1016,7 @@ def _generation_config(model: Any, name_or_path: str | None, hub: Mapping[str, A
 def _token_ids(config: Any) -> Iterator[int]:
     """Yield the ids of tokens with a use of their own that a model or generation configuration names."""
     for name, value in vars(config or object).items():
-        if re.search(r"_token_(id|ids|index)$", name) and name != "mask_token_id":
+        if re.search(r"_token_(id|ids|index)$", name) and name not in ("mask_token_id", "unk_token_id"):
             yield from (
                 token_id
                 for token_id in (value if isinstance(value, (list, tuple)) else [value])
