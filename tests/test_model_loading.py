@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_draft, make_target
+from hub_stand_in import Repository
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
@@ -24,6 +25,7 @@ from transformers import (
 
 import dflash_hf
 from dflash_hf import DFlashConfig, DFlashDraftModel, UntiedDraftError
+from dflash_hf.checkpoints.io import save_in_layout
 
 TINY = {
     "vocab_size": 97,
@@ -340,3 +342,30 @@ def test_a_package_that_imports_ours_and_is_run_with_python_m_registers(draft, t
         [sys.executable, "-m", "theirs.run"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert result.stdout.strip() == "dflash_hf.model.modeling_dflash", result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("layout", ["native", "serving"])
+@pytest.mark.parametrize("subfolder", [None, "drafts/best"])
+def test_a_repository_gives_the_files_of_its_folder_and_none_below_it(hub, tmp_path, layout, subfolder):
+    """A trainer that pushes its checkpoints leaves `checkpoint-N/` and `runs/` beside the draft."""
+    draft = make_draft(make_target())
+    save_in_layout(draft, tmp_path / "draft", layout, dtype=torch.float32)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
+    folder = f"{subfolder}/" if subfolder else ""
+    content = {folder + name: data for name, data in files.items()}
+    for below in ("checkpoint-10", "checkpoint-20/global_step20", "runs", "other"):
+        content |= {f"{folder}{below}/{name}": b"unread" for name in (*files, "optimizer.pt", "x.safetensors")}
+    if subfolder:
+        content |= dict.fromkeys(("model.safetensors", "best/model.safetensors"), b"unread")
+    hub.repositories["writer/draft"] = Repository()
+    hub.repositories["writer/draft"].commit(content, "a draft and what a training left")
+    hub.requests.clear()
+    place = {"subfolder": subfolder} if subfolder else {}
+    loaded = DFlashDraftModel.from_pretrained("writer/draft", target=False, **place)
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    fetched = {path.split("/resolve/")[1].split("/", 1)[1] for _, path, _ in hub.requests if "/resolve/" in path}
+    assert f"{folder}model.safetensors" in fetched
+    allowed = {*(folder + name for name in files), f"{folder}adapter_config.json", f"{folder}config.json"}
+    assert {name for name in fetched if "checkpoint-" in name or "runs/" in name or "other/" in name} == set()
+    assert not {name for name in fetched - allowed if name.endswith((".safetensors", ".pt", ".bin"))}

@@ -55,8 +55,11 @@ def checkpoint_folder(name_or_path: str | os.PathLike[str], **hub_kwargs: Any) -
         if folder.exists() or folder.is_symlink():
             raise OSError(f"{str(folder)!r} is not a folder. Give the folder that contains config.json and {WEIGHTS}.")
         patterns = [os.path.join(subfolder, name) for name in NEEDED_FILES]
+        deeper = os.path.join(subfolder, "*/*")  # a pattern's asterisk also stands for slashes
         try:
-            folder = Path(snapshot_download(str(name_or_path), allow_patterns=patterns, **hub_kwargs))
+            folder = Path(
+                snapshot_download(str(name_or_path), allow_patterns=patterns, ignore_patterns=deeper, **hub_kwargs)
+            )
         except (OSError, HFValidationError) as error:
             raise OSError(
                 f"There is no folder {str(name_or_path)!r}, and the Hub gives no draft of this name: {error} Give the "
