@@ -19,6 +19,7 @@ from transformers.utils import logging
 from ..files import replace_folder
 from ..model.configuration_dflash import DFlashConfig, describe_target, num_embedding_rows
 from ..model.modeling_dflash import TARGET_LOOK_UP, DFlashBody, DFlashDraftModel, tensor_checksum, weights_error
+from ..model.remote_code import local_draft
 from . import LAYOUTS
 from .read_layouts import (
     TARGET_TENSORS,
@@ -284,7 +285,7 @@ def save_in_layout(
         ValueError: The layout is unknown, or has no key for something that this draft computes.
         OSError: The folder contains files already, or cannot be written.
     """
-    folder = Path(folder)
+    draft, folder = local_draft(draft), Path(folder)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}. Choose one of them.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

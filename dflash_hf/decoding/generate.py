@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
+from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
 from ..target.rotary import length_dependent_angles
 from . import PROPOSALS
@@ -107,11 +108,12 @@ def dflash_decoding(
     Source: section "speculative decoding" of DFlash (arXiv 2602.06036). Two things differ: the draft proposes its best
     tokens when sampling, too, and each sequence of a batch advances by its own number of tokens.
     """
-    if not isinstance(draft, DFlashDraftModel):
+    if draft is None:
         raise TypeError(
-            f"draft has the type {type(draft).__name__} and must be a DFlashDraftModel. Call "
+            "draft has the type NoneType and must be a DFlashDraftModel. Call "
             "target.generate(**inputs, custom_generate=dflash_decoding, draft=draft)."
         )
+    draft = local_draft(draft)
     if any(tensor.is_meta for tensor in draft.parameters()):
         raise ValueError(
             "The draft is on the meta device, so it has no weights. Load it with DFlashDraftModel.from_pretrained, or "

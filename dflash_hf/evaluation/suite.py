@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.chat_template import chat_inputs
 from ..files import digest_number
 from ..model.modeling_dflash import DFlashDraftModel
+from ..model.remote_code import local_draft
 from .prompt_sets import PromptSet
 from .response_pairs import ResponsePair, Setting
 from .settings import SuiteSettings
@@ -71,6 +72,7 @@ class SuiteEvaluation:
         sets: Sequence[PromptSet],
         settings: SuiteSettings,
     ) -> None:
+        draft = local_draft(draft)
         draft.check_target(target)
         self.target, self.draft, self.tokenizer, self.settings = target, draft, tokenizer, settings
         self.sets = {prompt_set.name: prompt_set for prompt_set in sets}

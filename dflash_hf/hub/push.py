@@ -31,6 +31,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ..checkpoints.io import INDEX, WEIGHTS, read_json, save_in_layout, tensor_shapes
 from ..model.configuration_dflash import DFlashConfig
 from ..model.modeling_dflash import DFlashDraftModel
+from ..model.remote_code import local_draft
 from .model_card import CARD_NAME, FACTS_NAME, DraftCard, is_own_card, write_model_card
 
 logger = logging.get_logger(__name__)
@@ -343,8 +344,8 @@ def publish_draft(
     check_repo_names(repo_id, serving_repo)
     with TemporaryDirectory() as temporary:
         native, serving = Path(temporary, "native"), Path(temporary, "serving")
-        if isinstance(draft, DFlashDraftModel):
-            source, loaded = native, draft
+        if not isinstance(draft, (str, os.PathLike)):
+            source, loaded = native, local_draft(draft)
         else:
             source = Path(draft)
             draft_files(source)  # This raises an error if it is a Hub name instead of a folder.

@@ -747,6 +747,22 @@ def live_target_modules(target: PreTrainedModel) -> TargetModules:
     return TargetModules(target.get_input_embeddings(), head, describe_target(target), follow=False)
 
 
+def target_auto_class(config: Any) -> Any:
+    """
+    Return the class of transformers that opens a target with its head.
+
+    Args:
+        config (`PreTrainedConfig`): The target's configuration.
+
+    Returns:
+        `type`: `AutoModelForImageTextToText` for multimodal models that have no causal language model of their own,
+        and `AutoModelForCausalLM` for all others.
+    """
+    is_causal_lm = type(config) in AutoModelForCausalLM._model_mapping
+    is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if is_multimodal and not is_causal_lm else AutoModelForCausalLM
+
+
 def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetModules, Any]:
     """
     Load only the embedding and the head of a target checkpoint, frozen and in the checkpoint's dtype.
@@ -772,8 +788,7 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
         text_config.num_hidden_layers = 0
         with suppress(AttributeError):  # Some families derive the layer types from the number of layers.
             text_config.layer_types = []
-        is_causal_lm = type(config) in AutoModelForCausalLM._model_mapping
-        auto_class = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
+        auto_class = target_auto_class(config)
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # Otherwise transformers lists every decoder layer of the file as unexpected.
         try:

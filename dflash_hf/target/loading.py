@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -16,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..model.modeling_dflash import DFlashDraftModel
+from ..model.modeling_dflash import DFlashDraftModel, target_auto_class
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,35 @@ def read_target(name: str) -> TargetText:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
+def open_target(name: str, dtype: str | torch.dtype = "auto", revision: str | None = None) -> PreTrainedModel:
+    """
+    Load a target with the class that has its language model head, multimodal targets included.
+
+    Args:
+        name (`str`), dtype (`str` or `torch.dtype`), revision (`str`, *optional*): as for [`load_target`].
+
+    Returns:
+        `PreTrainedModel`: in evaluation mode.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: transformers has no language model of this kind.
+    """
+    revision = revision or "main"
+    auto_class = target_auto_class(AutoConfig.from_pretrained(name, revision=revision))
+    try:
+        target: PreTrainedModel = auto_class.from_pretrained(name, dtype=dtype, revision=revision)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        reason = str(error).split(" for this kind of AutoModel")[0].splitlines()[0]
+        raise ValueError(
+            f"The target {name!r} is no language model that transformers can open ({reason}). Give a causal language "
+            "model, or one that reads images and text."
+        ) from None
+    return target.eval()
+
+
 def load_target(
     name: str, dtype: str | torch.dtype, revision: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -85,9 +113,7 @@ def load_target(
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
     try:
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, revision=revision or "main"
-        ).eval()
+        target = open_target(name, dtype, revision)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
     except OSError as error:
         raise OSError(f"The target {name!r} cannot be loaded: {error}") from error

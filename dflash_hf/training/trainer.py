@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, HubStrategy
 from transformers.utils import logging
@@ -32,8 +32,10 @@ from ..hub.model_card import DraftCard
 from ..hub.push import check_pushing_run
 from ..hub.trainer import HubTrainer, ModelCardWriter
 from ..model.modeling_dflash import DFlashDraftModel
+from ..model.remote_code import local_draft
 from ..target.batch_states import TargetStates, documents_of
 from ..target.hidden_states import target_logits_function, unwrap_peft
+from ..target.loading import open_target
 from .argument_checks import check_trainer_arguments
 from .arguments import DFlashTrainingArguments
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
@@ -103,8 +105,9 @@ class DFlashTrainer(HubTrainer):
         **kwargs: Any,
     ) -> None:
         check_trainer_arguments(kwargs)
+        model = local_draft(model, "model")
         if isinstance(target, str):
-            target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+            target = open_target(target)
         target = unwrap_peft(target)
         check_processes(args, model, target)
         model.tie_target(target)

@@ -1,0 +1,53 @@
+"""Drafts whose class comes from the source files beside their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from .configuration_dflash import DFlashConfig
+from .modeling_dflash import DFlashDraftModel
+
+_local_drafts: WeakKeyDictionary[nn.Module, DFlashDraftModel] = WeakKeyDictionary()
+
+
+def local_draft(draft: Any, argument: str = "draft") -> DFlashDraftModel:
+    """
+    Return a draft as an object of this package.
+
+    A draft that was loaded with `trust_remote_code=True` before this package was imported has the class of the source
+    files in its folder. It is replaced by an object of this package that shares its weights.
+
+    Args:
+        draft ([`DFlashDraftModel`]): the draft, of this package or of its own source files.
+        argument (`str`, defaults to `"draft"`): its name in error messages.
+
+    Returns:
+        [`DFlashDraftModel`]: the same object for the same draft.
+
+    Raises:
+        TypeError: The object is no draft.
+    """
+    if isinstance(draft, DFlashDraftModel):
+        return draft
+    kind = f"{type(draft).__module__}.{type(draft).__name__}"
+    is_draft = isinstance(draft, nn.Module) and getattr(draft.config, "model_type", None) == DFlashConfig.model_type
+    if not is_draft or "DFlashDraftModel" not in {parent.__name__ for parent in type(draft).__mro__}:
+        reason = " Another package has registered its own class for the model type 'dflash'." if is_draft else ""
+        raise TypeError(
+            f"{argument} has the type {kind} and must be a DFlashDraftModel.{reason} Load the draft with "
+            "DFlashDraftModel.from_pretrained."
+        )
+    if draft not in _local_drafts:
+        config = DFlashConfig.from_dict(draft.config.to_dict())
+        config.name_or_path = draft.config.name_or_path
+        with torch.device("meta"):
+            local = DFlashDraftModel(config)
+        local.load_state_dict(draft.state_dict(), assign=True)
+        for (_, ours), (_, theirs) in zip(local.named_parameters(), draft.named_parameters(), strict=True):
+            ours.requires_grad_(theirs.requires_grad)
+        _local_drafts[draft] = local.train(draft.training)
+    return _local_drafts[draft]

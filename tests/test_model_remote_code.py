@@ -1,0 +1,88 @@
+"""Drafts that were loaded as remote code before the package was imported, and foreign classes of their type."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_draft, make_target
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, dflash_decoding, speculative_generate
+from dflash_hf.checkpoints.io import save_in_layout
+from dflash_hf.model.remote_code import local_draft
+
+PROMPT = torch.tensor([[4, 8, 15]])
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 12}
+
+
+@pytest.fixture
+def remote(tmp_path: Path):
+    """A draft whose class comes from the source files beside its weights, and the same draft of this package."""
+    target = make_target()
+    own = make_draft(target)
+    own.save_pretrained(tmp_path / "draft")
+    names = set(sys.modules)
+    kind = get_class_from_dynamic_module("modeling_dflash.DFlashDraftModel", str(tmp_path / "draft"))
+    yield kind.from_pretrained(tmp_path / "draft", target=False).eval(), own, target
+    for name in set(sys.modules) - names:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+
+
+def test_a_draft_loaded_as_remote_code_decodes(remote):
+    draft, own, target = remote
+    assert not isinstance(draft, DFlashDraftModel)
+    expected = speculative_generate(target, own, PROMPT, **GREEDY)
+    drafted = speculative_generate(target, draft, PROMPT, **GREEDY)
+    assert torch.equal(drafted.sequences, expected.sequences)
+    assert drafted.statistics.committed == expected.statistics.committed
+    assert torch.equal(
+        target.generate(PROMPT, **GREEDY, custom_generate=dflash_decoding, draft=draft), expected.sequences
+    )
+    longer = torch.cat([drafted.sequences, PROMPT], dim=1)
+    again = speculative_generate(target, draft, longer, **GREEDY, cache=drafted.cache)
+    assert again.statistics.prefill_s is not None
+    assert torch.equal(again.sequences, target.generate(longer, **GREEDY))
+
+
+def test_a_draft_loaded_as_remote_code_is_one_object_that_shares_its_weights(remote):
+    draft, own, _ = remote
+    local = local_draft(draft)
+    assert local is local_draft(draft)
+    assert local_draft(own) is own
+    assert {name: tensor.data_ptr() for name, tensor in local.state_dict().items()} == {
+        name: tensor.data_ptr() for name, tensor in draft.state_dict().items()
+    }
+    assert {**local.config.to_dict(), "_name_or_path": ""} == own.config.to_dict()
+
+
+def test_a_draft_loaded_as_remote_code_is_saved_and_trained(remote, tmp_path):
+    draft, own, target = remote
+    save_in_layout(draft, tmp_path / "serving", "serving", dtype=torch.float32)
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "serving", target=False)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in own.state_dict().items())
+    rows = [{"input_ids": torch.randint(1, 95, (20,)).tolist()} for _ in range(4)]
+    args = DFlashTrainingArguments(tmp_path / "run", max_steps=1, report_to="none", per_device_train_batch_size=2)
+    trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=rows)
+    trainer.train()
+    assert trainer.model is local_draft(draft)
+
+
+def test_a_foreign_class_of_the_model_type_is_named():
+    class OtherConfig(PreTrainedConfig):
+        model_type = "dflash"
+
+    class OtherDraft(PreTrainedModel):
+        config_class = OtherConfig
+
+    target = make_target()
+    with pytest.raises(TypeError, match=r"OtherDraft and must be a DFlashDraftModel. Another package has registered"):
+        speculative_generate(target, OtherDraft(OtherConfig()), PROMPT, **GREEDY)
+    for wrong in (target, "draft", 3):
+        with pytest.raises(TypeError, match=r"draft has the type .* and must be a DFlashDraftModel. Load the draft"):
+            speculative_generate(target, wrong, PROMPT, **GREEDY)
