@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import reference
 import torch
@@ -14,6 +15,7 @@ from training_runs import RecordElapsed, StopAt, gradients_of, make_trainer, row
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    EarlyStoppingCallback,
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
@@ -22,9 +24,10 @@ from transformers import (
 from transformers.trainer_utils import EvalPrediction
 
 import dflash_hf.training.trainer
-from dflash_hf import DFlashDraftModel, DFlashTrainingArguments, build_dflash_batch_plan
+from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, build_dflash_batch_plan
 from dflash_hf.blocks.batch import TokenBatch
 from dflash_hf.data.collator import DFlashCollator
+from dflash_hf.data.dataset import prepare_dataset
 from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.training.optimizer import MuonWithAdamW
 
@@ -643,3 +646,121 @@ def test_every_term_learns(values, target, tmp_path):
 def test_muon_is_the_default_unless_another_optimizer_is_named(values, use_muon, learning_rate, tmp_path):
     args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
     assert (args.use_muon, args.learning_rate) == (use_muon, learning_rate)
+
+
+BEST = {
+    "max_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+}
+
+
+def make_with_metrics(target, tmp_path, compute_metrics, eval_rows=None, **overrides) -> DFlashTrainer:
+    eval_rows = rows_of(target, count=2) if eval_rows is None else eval_rows
+    return make_trainer(
+        target, tmp_path, eval_rows=eval_rows, compute_metrics=compute_metrics, **{**BEST, **overrides}
+    )
+
+
+@pytest.mark.parametrize("metric", [None, "rows", "eval_rows", "accept_len", "eval_acceptance_length"])
+def test_own_metrics_stand_beside_those_of_an_evaluation(target, tmp_path, metric):
+    def compute_metrics(prediction):
+        return {"rows": np.int64(len(prediction.predictions)), "half": torch.tensor(0.5), "none": math.nan}
+
+    trainer = make_with_metrics(target, tmp_path, compute_metrics, metric_for_best_model=metric)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "eval_acceptance_length", "eval_serving_acceptance_length"} <= set(metrics)
+    assert (metrics["eval_rows"], metrics["eval_half"]) == (2, 0.5)
+    assert trainer.state.best_model_checkpoint is not None
+    assert make_with_metrics(target, tmp_path, None).evaluate()["eval_loss"] > 0
+
+
+def test_own_metrics_that_cannot_be_logged_are_left_out_and_do_not_end_the_run(target, tmp_path, caplog):
+    def compute_metrics(prediction):
+        return {"vector": prediction.predictions[0] + 1j, "loss": 0.0, "acceptance_length": 9.0}
+
+    trainer = make_with_metrics(target, tmp_path, compute_metrics)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert "eval_vector" not in metrics
+    assert metrics["eval_loss"] > 0
+    assert metrics["eval_acceptance_length"] < 9
+    with pytest.raises(TypeError, match="compute_metrics returned a NoneType and must return a dictionary"):
+        make_with_metrics(target, tmp_path, lambda prediction: None).evaluate()
+
+
+@pytest.mark.parametrize(
+    ("sets", "compute_metrics", "metric", "error", "words"),
+    [
+        (
+            1,
+            None,
+            "bleu",
+            ValueError,
+            "metric_for_best_model='bleu' is no metric of an evaluation",
+        ),
+        (1, None, "eval_generate_acceptance_length", ValueError, "is no metric of an evaluation"),
+        (2, None, None, ValueError, r"'loss' is no metric .* each after eval_a_ or eval_b_\. .* 'eval_a_acceptance"),
+        (2, lambda prediction: {}, "acceptance_length", ValueError, "each after eval_a_ or eval_b_"),
+        (1, {"a": 1}, None, TypeError, "compute_metrics is a dict and must be a function"),
+    ],
+)
+def test_a_metric_that_no_evaluation_logs_is_refused_when_the_trainer_is_made(
+    target, tmp_path, sets, compute_metrics, metric, error, words
+):
+    rows = rows_of(target, count=2)
+    with pytest.raises(error, match=words):
+        make_with_metrics(
+            target,
+            tmp_path,
+            compute_metrics,
+            rows if sets == 1 else {"a": rows, "b": rows},
+            metric_for_best_model=metric,
+        )
+
+
+@pytest.mark.parametrize("metric", ["eval_a_loss", "b_accept_len", "a_own"])
+def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_of_several_sets(target, tmp_path, metric):
+    rows = rows_of(target, count=3)
+    compute_metrics = (lambda prediction: {"own": 1.0}) if metric == "a_own" else None
+    sets = {"a": rows[:1], "b": prepare_dataset(rows, None, max_length=64)}
+    trainer = make_with_metrics(
+        target, tmp_path, compute_metrics, sets, metric_for_best_model=metric, eval_on_start=True
+    )
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=3))
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    assert trainer.evaluate("a", metric_key_prefix="held_out")["held_out_loss"] > 0
+    for name in ("c", ""):
+        with pytest.raises(ValueError, match=r"names no evaluation set of this trainer; they are \['a', 'b'\]"):
+            trainer.evaluate(name)
+    output = trainer.predict(rows)
+    assert len(output.predictions) == 3
+    assert output.metrics["test_acceptance_length"] == output.metrics["test_accept_len"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("sets", "error", "words"),
+    [
+        ({}, ValueError, "eval_dataset is a dictionary without a set"),
+        ({1: [{"input_ids": [1] * 9}]}, TypeError, "eval_dataset has a set named 1, a int"),
+        ({"a": {"b": []}}, TypeError, "The evaluation set 'a' is a dict and must be one set of rows"),
+        ({"a": "folder"}, TypeError, "The evaluation set 'a' is a str"),
+    ],
+)
+def test_evaluation_sets_that_are_no_rows_are_refused_by_name(target, tmp_path, sets, error, words):
+    with pytest.raises(error, match=words):
+        make_with_metrics(target, tmp_path, None, sets)
+
+
+def test_an_evaluation_without_the_metric_of_the_choice_does_not_end_the_run(target, tmp_path):
+    """The acceptance length is left out where there was no verify pass, and own metrics may be left out as well."""
+    rows = [{"input_ids": [1] * 9, "loss_mask": [0] * 8 + [1]}]
+    for metric, compute_metrics in (("own", lambda prediction: {}), ("serving_acceptance_length", None)):
+        trainer = make_with_metrics(target, tmp_path, compute_metrics, rows, metric_for_best_model=metric)
+        trainer.train()
+        assert trainer.state.global_step == 2

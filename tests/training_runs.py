@@ -33,7 +33,9 @@ def rows_of(target, count: int = 4, prompt_length: int = 5, new_tokens: int = 30
     return copy.deepcopy(WRITTEN[key])
 
 
-def make_trainer(target, tmp_path, draft=None, rows=None, eval_rows=None, **overrides) -> DFlashTrainer:
+def make_trainer(
+    target, tmp_path, draft=None, rows=None, eval_rows=None, compute_metrics=None, **overrides
+) -> DFlashTrainer:
     values = {
         "output_dir": str(tmp_path / "out"),
         "max_steps": 4,
@@ -54,6 +56,7 @@ def make_trainer(target, tmp_path, draft=None, rows=None, eval_rows=None, **over
         args=DFlashTrainingArguments(**{**values, **overrides}),
         train_dataset=rows_of(target) if rows is None else rows,
         eval_dataset=eval_rows,
+        compute_metrics=compute_metrics,
     )
 
 

@@ -42,7 +42,7 @@ from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .card import card_of_run, rows_are_text
 from .checkpoint_files import check_weights, last_complete_checkpoint, missing_states
 from .checks import RowCounts, TrainingSummary, check_processes, hide_target, summarize_training, warn_of_dtypes
-from .metric_names import add_old_names
+from .metric_names import add_old_names, check_evaluation, own_metrics
 from .optimizer import TrainingClock, make_muon_with_adamw, schedule_factor
 from .resume import OptimizerValues, RunRecord, check_checkpoint, run_values
 
@@ -74,11 +74,14 @@ class DFlashTrainer(HubTrainer):
         processing_class (`PreTrainedTokenizerBase`, *optional*):
             The target's tokenizer; not needed for rows of `input_ids`.
         **kwargs:
-            As in [`~transformers.Trainer`].
+            As in [`~transformers.Trainer`]. The metrics of `compute_metrics` are logged beside those of this class.
+            Its argument holds sums and counts of each row ([`row_statistics`]) as predictions, and sample ids as
+            labels.
 
     Raises:
         ValueError: draft and target do not fit together, no row is usable, a row contains the mask token or a token
             outside the target's embedding, or the hidden states for an `IterableDataset` are to be cached.
+            No evaluation logs `metric_for_best_model`.
         TypeError: a data set is of an unsupported type.
 
     Training logs `loss` (the weighted loss) and `acceptance_length` of the trained blocks. Evaluation logs
@@ -142,7 +145,9 @@ class DFlashTrainer(HubTrainer):
         if multiple is None:
             multiple = 512 if attention_kind(args.block_attention, args.device) == "flex" else 32
         kwargs.setdefault("data_collator", DFlashCollator(pad_token_id or 0, args.padding_side, multiple))
-        kwargs.setdefault("compute_metrics", self._evaluation_metrics)
+        self._own_metrics: Callable[[EvalPrediction], Any] | None = kwargs.get("compute_metrics")
+        check_evaluation(args, model.config.block_size, eval_dataset, self._own_metrics)
+        kwargs["compute_metrics"] = self._evaluation_metrics
         super().__init__(
             model=model,
             args=args,
@@ -446,12 +451,26 @@ class DFlashTrainer(HubTrainer):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Trainer does; `eval_dataset` may also hold raw rows."""
-        if not isinstance(eval_dataset, str):  # a name of one of several evaluation sets
+        if isinstance(eval_dataset, str):
+            if not isinstance(self.eval_dataset, dict) or eval_dataset not in self.eval_dataset:
+                names = list(self.eval_dataset) if isinstance(self.eval_dataset, dict) else "without names"
+                raise ValueError(
+                    f"eval_dataset={eval_dataset!r} names no evaluation set of this trainer; they are {names}. Pass "
+                    "rows, or the name of a set."
+                )
+        else:
             eval_dataset = self._prepared(eval_dataset, "evaluation", self.args)
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if not self.is_in_train:
             self._restore_forward()
         return metrics
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict as Trainer does; the predictions are sums and counts of each row, and the rows may be raw ones."""
+        output = super().predict(self._prepared(test_dataset, "test", self.args), *args, **kwargs)
+        if not self.is_in_train:
+            self._restore_forward()
+        return output
 
     def evaluation_loop(
         self,
@@ -671,7 +690,20 @@ class DFlashTrainer(HubTrainer):
         length = record_of_counts(simulated).acceptance_length if self.args.eval_serving else None
         if length is not None:
             metrics["serving_acceptance_length"] = length
+        if self._own_metrics is not None:
+            metrics |= own_metrics(self._own_metrics, prediction, metrics)
         return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Find out as Trainer does whether the draft is the best so far; without the metric it is not."""
+        name = f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+        if self.args.metric_for_best_model is None or name in metrics:
+            return super()._determine_best_metric(metrics, trial)
+        logger.warning(
+            f"Step {self.state.global_step} is not compared with the best one: metric_for_best_model="
+            f"{self.args.metric_for_best_model!r} is not among the metrics {', '.join(sorted(metrics))}."
+        )
+        return False
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
