@@ -21,7 +21,7 @@ import torch
 from hub_stand_in import HubStandIn
 from hypothesis import HealthCheck, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, ProcessorMixin
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
@@ -178,3 +178,12 @@ def error_line(err: str) -> str:
     lines = [line for line in err.splitlines() if line.startswith("Error:")]
     assert len(lines) == 1, err
     return lines[0]
+
+
+class TextProcessor(ProcessorMixin):
+    """A processor with a tokenizer alone, and with a chat template of its own."""
+
+    tokenizer_class = "AutoTokenizer"
+
+    def __init__(self, tokenizer=None, chat_template=None):
+        super().__init__(tokenizer, chat_template=chat_template)

@@ -10,13 +10,32 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from conftest import make_draft, make_target
+from conftest import TextProcessor, make_draft, make_target
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from training_runs import RecordElapsed, StopAt, make_trainer, rows_of, weights
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    PreTrainedTokenizerFast,
+    SequenceFeatureExtractor,
+    TrainerCallback,
+)
 from transformers.utils import logging as transformers_logging
 
-from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, build_dflash_batch_plan
+from dflash_hf import (
+    DFlashConfig,
+    DFlashDraftModel,
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    build_dflash_batch_plan,
+    speculative_generate,
+)
+from dflash_hf.data.chat_template import chat_inputs
+from dflash_hf.data.dataset import prepare_row
+from dflash_hf.data.labels import tokenize_row
+from dflash_hf.doctor.diagnosis import Diagnosis
 from dflash_hf.evaluation.timed_generation import generate_timed
 from dflash_hf.training.callbacks import AcceptanceWatch
 from dflash_hf.training.checkpoint_files import damage, last_complete_checkpoint
@@ -756,3 +775,58 @@ def test_tensorboard_receives_every_metric(target, tmp_path, monkeypatch):
         assert len(shown) == count
         assert [step for step, _ in shown] == [step for step, _ in expected]
         assert [value for _, value in shown] == pytest.approx([value for _, value in expected], rel=1e-6)
+
+
+OTHER_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [None, OTHER_TEMPLATE])
+def test_the_tokenizer_of_a_processor_is_used_everywhere_with_the_template_of_the_processor(
+    tmp_path, tokenizer, template
+):
+    target = make_target(vocab_size=272, pad_token_id=tokenizer.pad_token_id)
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": f"Yes {n}."}]} for n in "ab"
+    ]
+    own, draft = tokenizer.chat_template, make_draft(target, mask_token_id=270)
+    processor = TextProcessor(tokenizer, chat_template=template)
+    args = DFlashTrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        report_to="none",
+        use_cpu=True,
+        eval_generate_prompts=1,
+        disable_tqdm=True,
+    )
+    trainer = DFlashTrainer(draft, target, args, rows, rows, processing_class=processor)
+    expected = tokenizer.apply_chat_template(rows[0]["messages"], chat_template=template or own)["input_ids"]
+    assert trainer.train_dataset[0]["input_ids"][: len(expected)] == expected
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == (template or own)
+    assert tokenizer.chat_template == own
+    found = prepare_row(rows[0], 0, processor, max_length=64)["input_ids"]
+    assert found == trainer.train_dataset[0]["input_ids"] == tokenize_row(rows[0], processor, max_length=None)[0]
+    inputs = chat_inputs(processor, rows[0]["messages"][:1], torch.device("cpu"))
+    text = speculative_generate(target, draft, **inputs, max_new_tokens=5, stop_strings=["zz"], tokenizer=processor)
+    assert text.sequences.shape[1] <= inputs["input_ids"].shape[1] + 5
+    assert DFlashConfig.from_target(target, tokenizer=processor).mask_token_id >= 261
+    assert Diagnosis(target, draft, processor, ["Hi."]).tokenizer.chat_template == (template or own)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("org/target", "processing_class is the text 'org/target', and must be the tokenizer of the target"),
+        (Tokenizer(BPE()), "processing_class is a Tokenizer, and must be the tokenizer of the target, or a processor"),
+        (SequenceFeatureExtractor(1, 16000, 0.0), "processing_class is a SequenceFeatureExtractor"),
+        (PreTrainedTokenizerFast, "processing_class is a type"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_when_the_trainer_is_made(target, tmp_path, given, words):
+    args = DFlashTrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(TypeError, match=words):
+        DFlashTrainer(make_draft(target), target, args, rows_of(target, count=2), processing_class=given)
+    with pytest.raises(TypeError, match=words.replace("processing_class", "tokenizer")):
+        prepare_row({"prompt": "a", "completion": "b"}, 0, given, max_length=64)

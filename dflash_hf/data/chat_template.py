@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..files import without_lone_surrogates
+from ..model.configuration_dflash import text_tokenizer
 
 # Private-use characters mark the place of a content: no text has them, and no template strips them
 _CONTENT_MARK = "\ue000content\ue001"
@@ -62,6 +63,7 @@ def chat_inputs(
     Raises:
         ChatTemplateError: The template refuses the messages.
     """
+    tokenizer = text_tokenizer(tokenizer)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     messages = without_lone_surrogates([dict(message) for message in prompt])

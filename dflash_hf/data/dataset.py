@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..blocks.plan import MAX_SAMPLE_ID
 from ..files import digest_number
+from ..model.configuration_dflash import text_tokenizer
 from .chat_template import ChatTemplateError
 from .conversations import UnreadableRowError
 from .labels import convert_row, read_converted_row, warn_of_unlearned_text
@@ -128,6 +129,7 @@ def prepare_dataset(
     Raises:
         ValueError: No row is left, or a row breaks a rule of [`prepare_row`].
     """
+    tokenizer = text_tokenizer(tokenizer)
     counts = _RowCounts(description, max_length)
     if not len(dataset):
         raise counts.no_usable_row()
@@ -207,6 +209,7 @@ def prepare_row(
     Raises:
         ValueError: The row breaks a rule. The message names the row, its id and the rule.
     """
+    tokenizer = text_tokenizer(tokenizer)
     sample_id = index if row.get("sample_id") is None else row["sample_id"]
     name = f"Row {index} (sample_id {short(sample_id)}) of the {description} set"
     try:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..model.configuration_dflash import text_tokenizer
 from .chat_template import (
     ChatRenderer,
     ChatTemplateError,
@@ -70,6 +71,7 @@ def tokenize_row(
             the messages cannot be read, or the chat template refuses the row or renders it so that the last
             completion cannot be found.
     """
+    tokenizer = text_tokenizer(tokenizer)
     tokenized = read_row(row, tokenizer, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs)
     warn_of_unlearned_text(tokenized)
     return tokenized.input_ids[:max_length], tokenized.supervised_mask[:max_length]

@@ -23,7 +23,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..model.configuration_dflash import describe_target
+from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
@@ -247,7 +247,7 @@ def speculative_generate(
         # `generate` of transformers 5.24 gives the tokenizer to no criterion when it has custom_generate.
         criteria = StoppingCriteriaList(generate_kwargs.pop("stopping_criteria", None) or [])
         generate_kwargs["stopping_criteria"] = StoppingCriteriaList(
-            [StopStringCriteria(tokenizer, stop_strings), *criteria]
+            [StopStringCriteria(text_tokenizer(tokenizer), stop_strings), *criteria]
         )
         generate_kwargs["stop_strings"] = None
     decode = functools.partial(

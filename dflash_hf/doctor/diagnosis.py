@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..blocks.metrics import AcceptanceRecord, record_of_counts
 from ..evaluation.timed_generation import Generation, generate_timed
+from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from .checks import (
     check_activations,
@@ -54,6 +55,9 @@ class Diagnosis:
     max_new_tokens: int = MAX_NEW_TOKENS
     target_name: str | None = None
     findings: list[Finding] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = text_tokenizer(self.tokenizer)
 
     def run(self, on_check: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
         """

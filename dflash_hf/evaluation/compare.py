@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..blocks.metrics import AcceptanceRecord
 from ..data.chat_template import chat_inputs
+from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from .near_ties import FirstDifference, first_difference
 from .timed_generation import LOOPS, Generation, generate_timed
@@ -133,6 +134,7 @@ def compare_on_prompts(
     Yields:
         [`Comparison`], one for each prompt.
     """
+    tokenizer = text_tokenizer(tokenizer)
     kwargs = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, **generate_kwargs}
     for index, prompt in enumerate(prompts):
         inputs = chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)

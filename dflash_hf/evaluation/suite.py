@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.chat_template import chat_inputs
 from ..files import digest_number
+from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from .prompt_sets import PromptSet
@@ -74,6 +75,7 @@ class SuiteEvaluation:
     ) -> None:
         draft = local_draft(draft)
         draft.check_target(target)
+        tokenizer = text_tokenizer(tokenizer)
         self.target, self.draft, self.tokenizer, self.settings = target, draft, tokenizer, settings
         self.sets = {prompt_set.name: prompt_set for prompt_set in sets}
         self.protocol = GenerationProtocol(target, tokenizer)

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..blocks.metrics import AcceptanceRecord
 from ..decoding.generate import speculative_generate
 from ..decoding.statistics import DecodingStatistics
+from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 
 Result = TypeVar("Result")
@@ -283,7 +284,7 @@ class GenerationProtocol:
         given: Any = target.generation_config
         end_token_ids = [] if given is None or given.eos_token_id is None else given.eos_token_id
         self.end_token_ids: list[int] = end_token_ids if isinstance(end_token_ids, list) else [end_token_ids]
-        padding = [tokenizer.pad_token_id, *self.end_token_ids, 0]
+        padding = [text_tokenizer(tokenizer).pad_token_id, *self.end_token_ids, 0]
         self.pad_token_id: int = next(token_id for token_id in padding if token_id is not None)
 
     @contextmanager

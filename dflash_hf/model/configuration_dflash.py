@@ -6,6 +6,7 @@ The file travels with every checkpoint, so that it needs transformers but not th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -171,6 +172,38 @@ def check_target_layer_ids(target_layer_ids: list[int], target_num_hidden_layers
             "after the final norm and serving engines return it before, so that a draft trained with one would be "
             "rarely accepted with the other. Choose an earlier layer."
         )
+
+
+def text_tokenizer(tokenizer: Any, argument: str = "tokenizer") -> Any:
+    """
+    Return the tokenizer that an argument gives: a tokenizer itself, or that of a processor.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*):
+            The argument. The chat template of a processor takes precedence over that of its tokenizer.
+        argument (`str`, defaults to `"tokenizer"`):
+            The name of the argument in messages.
+
+    Returns:
+        `PreTrainedTokenizerBase` or `None`.
+
+    Raises:
+        TypeError: it is neither a tokenizer of transformers nor a processor with one.
+    """
+    if tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    found = getattr(tokenizer, "tokenizer", None)
+    if not isinstance(found, PreTrainedTokenizerBase):
+        given = f"the text {brief(tokenizer)}" if isinstance(tokenizer, str) else f"a {type(tokenizer).__name__}"
+        raise TypeError(
+            f"{argument} is {given}, and must be the tokenizer of the target, or a processor that has one. Load it "
+            "with AutoTokenizer.from_pretrained(target)."
+        )
+    template = getattr(tokenizer, "chat_template", None)
+    if template is not None and template != found.chat_template:
+        found = copy.copy(found)
+        found.chat_template = template
+    return found
 
 
 def choose_mask_token_id(
@@ -577,7 +610,7 @@ class DFlashConfig(PreTrainedConfig):
         values |= _TargetGeometry(name, text, given.get("layer_types")).values(given, cls.default_theta)
         values |= given
 
-        reason = "given"
+        reason, tokenizer = "given", text_tokenizer(tokenizer)
         if "mask_token_id" not in values:
             if tokenizer is None:
                 if not values["target_name_or_path"]:

@@ -31,6 +31,7 @@ from ..evaluation.simulate import accepted_tokens_at_every_anchor, simulate_deco
 from ..hub.model_card import DraftCard
 from ..hub.push import check_pushing_run
 from ..hub.trainer import HubTrainer, ModelCardWriter
+from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from ..target.batch_states import TargetStates, documents_of
@@ -72,7 +73,8 @@ class DFlashTrainer(HubTrainer):
             several processes the last evaluation batch of an `IterableDataset` is filled up with rows that count
             twice.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The target's tokenizer; not needed for rows of `input_ids`.
+            The target's tokenizer; not needed for rows of `input_ids`. Of a processor, its tokenizer and its chat
+            template are used.
         **kwargs:
             As in [`~transformers.Trainer`]. The metrics of `compute_metrics` are logged beside those of this class.
             Its argument holds sums and counts of each row ([`row_statistics`]) as predictions, and sample ids as
@@ -82,7 +84,7 @@ class DFlashTrainer(HubTrainer):
         ValueError: draft and target do not fit together, no row is usable, a row contains the mask token or a token
             outside the target's embedding, or the hidden states for an `IterableDataset` are to be cached.
             No evaluation logs `metric_for_best_model`.
-        TypeError: a data set is of an unsupported type.
+        TypeError: a data set is of an unsupported type, or `processing_class` has no tokenizer.
 
     Training logs `loss` (the weighted loss) and `acceptance_length` of the trained blocks. Evaluation logs
     `eval_loss`, `eval_acceptance_length`, `eval_slot_accuracy_k` and `eval_serving_acceptance_length`, the acceptance
@@ -109,6 +111,7 @@ class DFlashTrainer(HubTrainer):
     ) -> None:
         check_trainer_arguments(kwargs)
         model = local_draft(model, "model")
+        processing_class = text_tokenizer(processing_class, "processing_class")
         if isinstance(target, str):
             target = open_target(target)
         target = unwrap_peft(target)
