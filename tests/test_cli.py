@@ -94,6 +94,75 @@ def test_half_a_surrogate_pair_in_a_prompt_an_option_or_a_path_stops_no_command(
             assert code == 0, (arguments, err)
 
 
+@pytest.fixture
+def without_row(saved_target, tmp_path, tokenizer) -> tuple[str, str]:
+    """A pair whose tokenizer has the special token <|new|>, for which the target's embedding has no row."""
+    target = saved_target(vocab_size=len(tokenizer))
+    make_draft(AutoModelForCausalLM.from_pretrained(target), mask_token_id=260).save_pretrained(tmp_path / "draft")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    tokenizer.save_pretrained(target)
+    return target, str(tmp_path / "draft")
+
+
+NO_ROW = "token 261 ('<|new|>'), and the embedding of the target has the rows 0 … 260"
+
+
+def test_a_prompt_with_a_token_without_an_embedding_row_fails_by_name(run, without_row, tmp_path, monkeypatch):
+    target, draft = without_row
+    pair = ("--target", target, "--draft", draft)
+    lines = [{"prompt": "1+1?"}, {"prompt": "a<|new|>"}, {"prompt": "2+2?"}]
+    prompts = write_lines(tmp_path / "prompts.jsonl", lines)
+
+    for extra in ((), ("--compare",)):
+        code, _, err = run("generate", "a<|new|>", *pair, "--max-new-tokens", 4, *extra)
+        assert (code, NO_ROW in error_line(err)) == (1, True)
+
+    out = tmp_path / "rows"
+    code, _, err = run("regenerate", "--prompts", prompts, "--target", target, "--out", out, "--max-new-tokens", 4)
+    assert code == 0, err
+    (failure,) = map(json.loads, (out / "failed.jsonl").read_text().splitlines())
+    assert NO_ROW in failure["reason"]
+    assert len(datasets.load_dataset(str(out), split="train")) == 2
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1+1?\na<|new|>\n2+2?\n"))
+    code, stdout, err = run("chat", *pair, "--max-new-tokens", 4)
+    assert (code, len(stdout.split("\n")), NO_ROW in error_line(err)) == (1, 4, True)
+    assert err.count("acceptance length") == 2
+
+    out = tmp_path / "eval"
+    code, stdout, err = run("eval", *pair, "--prompts", prompts, "--out", out, "--max-new-tokens", 4)
+    assert code == 0, err
+    assert NO_ROW in stdout
+    assert len(json.loads((out / "results.json").read_text())["pairs"]) == 4
+    assert NO_ROW.replace("<", "&lt;") in (out / "results.md").read_text()
+    only = write_lines(tmp_path / "only.jsonl", lines[1:2])
+    code, _, err = run("eval", *pair, "--prompts", only, "--out", tmp_path / "none", "--max-new-tokens", 4)
+    assert (code, NO_ROW in error_line(err)) == (1, True)
+
+    short = ("--num-prompts", 3, "--max-new-tokens", 4)
+    code, stdout, err = run("doctor", *pair, "--prompts", prompts, *short)
+    assert code == 1, err
+    assert "has token 261" in stdout
+    assert "and the embedding of the target has the rows 0 … 260" in stdout.replace("\n", " ")
+    code, _, err = run("bench", "decode", *pair, "--prompts", prompts, *short)
+    assert (code, NO_ROW in error_line(err)) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["prepare", "train", "inspect"])
+def test_a_row_with_a_token_without_an_embedding_row_fails_by_name(run, without_row, tmp_path, command):
+    target, _ = without_row
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|new|>"}]
+    rows = write_lines(tmp_path / "rows.jsonl", [{"messages": messages}])
+    arguments = {
+        "prepare": ("--dataset", rows, "--out", tmp_path / "out"),
+        "train": ("--dataset", rows, "--output_dir", tmp_path / "out", "--mask_token_id", 260, *QUICK),
+        "inspect": (rows,),
+    }
+    code, _, err = run(command, *arguments[command], "--target", target)
+    assert code == 1
+    assert re.search(r"[Rr]ow 0\b.*: .*token 261, and the token ids of the target are 0 … 260", error_line(err))
+
+
 @pytest.mark.trains
 def test_train_resumes_from_its_last_checkpoint(run, saved_target, tmp_path):
     target, rows, out = saved_target(), write_rows(tmp_path / "rows.jsonl"), tmp_path / "draft"

@@ -598,3 +598,18 @@ def test_both_loops_give_the_same_tokens_and_count_the_same_passes():
         assert 0 < own.seconds + native.seconds < time.perf_counter() - started
         assert own.committed == native.committed
     assert own.acceptance_length > 1.5
+
+
+def test_stop_strings_of_the_target_end_an_answer(make_session, tokenizer):
+    session = make_session(max_new_tokens=12)
+    free = session.answer("1+1?", ignore).token_ids
+    session.reset()
+    stop = tokenizer.decode(free[3:5])
+    session.target.generation_config.stop_strings = [stop]
+    try:
+        for is_plain in (False, True):
+            session.is_plain = is_plain
+            assert session.answer("1+1?", ignore).token_ids == free[:5]
+            session.reset()
+    finally:
+        session.target.generation_config.stop_strings = None

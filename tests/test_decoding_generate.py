@@ -68,6 +68,24 @@ def test_what_cannot_be_done_is_refused_before_the_prefill(arguments, message):
     assert passes == []
 
 
+@pytest.mark.parametrize("token", [97, 10**6, -1])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_token_without_an_embedding_row_is_refused_before_the_prefill(token, place):
+    target = make_target()
+    draft = make_draft(target)
+    passes = []
+    target.register_forward_hook(lambda *_: passes.append(1))
+    input_ids = PROMPT["input_ids"].clone()
+    input_ids[0, place] = token
+    for call in (
+        lambda: speculative_generate(target, draft, **{**PROMPT, "input_ids": input_ids}, **GREEDY),
+        lambda: target.generate(input_ids, custom_generate=dflash_decoding, draft=draft, **GREEDY),
+    ):
+        with pytest.raises(ValueError, match=rf"token {token}, and the embedding of the target has the rows 0 … 96"):
+            call()
+    assert not passes
+
+
 def test_several_answers_of_greedy_decoding_are_refused_and_several_samples_are_drawn():
     target = make_target()
     draft = make_draft(target)

@@ -37,7 +37,7 @@ WORDS = ["", "a", "Why?", "Tell me a long story, please", "x" * 40, "one two", "
 
 def make_chat_target(seed: int = 0, end: Any = END, **overrides: Any) -> LlamaForCausalLM:
     """A random target with the vocabulary of the byte tokenizer; most completions are truncated."""
-    return make_target(seed, vocab_size=272, eos_token_id=end, pad_token_id=PAD, **overrides)
+    return make_target(seed, **{"vocab_size": 272, "eos_token_id": end, "pad_token_id": PAD, **overrides})
 
 
 def make_requests(number: int) -> list[TurnRequest]:
@@ -256,6 +256,26 @@ def test_a_prompt_without_a_completion_fails_alone(tokenizer):
     assert y.finish_reason == "length"
 
 
+@pytest.mark.parametrize("is_continuous", [True, False])
+def test_a_prompt_with_a_token_without_an_embedding_row_fails_alone(tokenizer, is_continuous):
+    target = make_chat_target(vocab_size=len(tokenizer), pad_token_id=None)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"], "pad_token": "<|unused|>"})  # 261, 262
+    requested = [
+        TurnRequest(text, [{"role": "user", "content": text}]) for text in ("a", "b<|new|>", "abc", "<|unused|>")
+    ]
+    backend = LocalBackend(
+        target, tokenizer, SamplingParameters(8), batch_size=4, continuous_batching=is_continuous or None
+    )
+    backend.continuous_batching = is_continuous
+    completions = completions_of(backend, requested)
+    for text in ("a", "abc"):
+        assert completions[text].token_ids == alone(target, completions[text].prompt_ids, 8)
+    assert (
+        "token 262 ('<|new|>'), and the embedding of the target has the rows 0 … 260" in completions["b<|new|>"].reason
+    )
+    assert "token 261 ('<|unused|>')" in completions["<|unused|>"].reason
+
+
 def test_tools_and_template_arguments_reach_the_template(tokenizer):
     tokenizer.chat_template = "{{ tools | length }}{{ mood }}{{ messages[-1]['content'] }}"
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}] * 2
@@ -396,3 +416,10 @@ def test_what_cannot_be_done_is_refused_with_the_reason(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         LocalBackend(make_chat_target(), tokenizer, SamplingParameters())
+
+
+def test_stop_strings_of_the_target_are_refused_in_one_line(tokenizer):
+    target = make_chat_target()
+    target.generation_config.stop_strings = ["b"]
+    with pytest.raises(ValueError, match=r"has stop_strings=\['b'\], and completions end with .* Unset them"):
+        LocalBackend(target, tokenizer, SamplingParameters(8))

@@ -14,6 +14,7 @@ from ..decoding.statistics import DecodingStatistics
 from ..evaluation.near_ties import logit_gap
 from ..evaluation.timed_generation import GenerationProtocol, run_loop
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.token_ids import check_prompt_ids
 from .decoding_results import DecodingRun
 from .decoding_settings import BenchmarkSettings, Method
 from .phases import PhaseRecorder
@@ -41,7 +42,8 @@ class DecodingBenchmark:
         left_out (`dict[str, str]`): methods that cannot decode this target, and the reason.
 
     Raises:
-        ValueError: the settings do not fit the prompts or the draft.
+        ValueError: the settings do not fit the prompts or the draft, or a prompt has a token without a row in the
+            target's embedding.
         ImportError: the settings ask for the package `dflash`, which is not installed.
     """
 
@@ -61,6 +63,8 @@ class DecodingBenchmark:
             chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)["input_ids"][0]
             for prompt in prompts
         ]
+        for ids in self.prompts:
+            check_prompt_ids(target, ids, tokenizer)
         self.left_out: dict[str, str] = {}
 
     @property

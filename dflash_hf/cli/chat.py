@@ -29,6 +29,8 @@ COMMANDS = (
     "/reset starts a new conversation, /plain on and /plain off switch the draft off and on, /stats shows all "
     "measurements, /quit leaves. Ctrl-C stops a response, Ctrl-D leaves."
 )
+# The message was too long or has a token that the target cannot read, or memory ran out. Another one can succeed.
+TURN_ERRORS = (ValueError, RuntimeError)
 NOT_SHOWN = dict.fromkeys([*range(32), *range(127, 160)], "\ufffd") | {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
 
@@ -51,7 +53,11 @@ def chat(
         str, typer.Option(help="Dtype of target and draft: auto, bfloat16, float16 or float32.")
     ] = "auto",
 ) -> None:
-    """Chat with a target, and see accepted draft tokens, tokens per second, acceptance length and speed-up."""
+    """
+    Chat with a target, and see accepted draft tokens, tokens per second, acceptance length and speed-up.
+
+    Lines of a pipe are answered one after the other; the exit code is 1 if one of them has no answer.
+    """
     from transformers import set_seed
     from transformers.utils import logging
 
@@ -100,7 +106,8 @@ def chat(
         _greet(console, session)
         converse(session, console)
     else:
-        answer_lines(session)
+        if not answer_lines(session):
+            raise typer.Exit(1)
 
 
 def _parse_block_size(value: str | None) -> int | str | None:
@@ -309,21 +316,24 @@ def converse(session: ChatSession, console: Console) -> None:
                 session.answer(line, display.show, is_stopped)
         except KeyboardInterrupt:
             continue  # the second Ctrl-C ended the response at once
-        except (
-            ValueError,
-            RuntimeError,
-        ) as error:  # the message was too long, or memory ran out; a shorter one can succeed
+        except TURN_ERRORS as error:
             message = " ".join(str(error).split())
             console.print(Text("Error: ", style="bold red") + Text(message), soft_wrap=True)
 
 
-def answer_lines(session: ChatSession) -> None:
+def answer_lines(session: ChatSession) -> bool:
     """
     Answer each line of the standard input on the standard output, and print measurements to the standard error.
 
+    A line without an answer is an error of one line, and the next line is answered.
+
     Args:
         session ([`ChatSession`]): the conversation.
+
+    Returns:
+        `bool`: whether every line was answered.
     """
+    is_complete = True
     for stream in (sys.stdin, sys.stdout):
         reconfigure: Any = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -339,10 +349,15 @@ def answer_lines(session: ChatSession) -> None:
         if question.startswith("/"):
             replies = _obey(session, question)
             if replies is None:
-                return
+                return is_complete
         else:
-            response = session.answer(question, show)
+            try:
+                response = session.answer(question, show)
+                replies = [session.describe_response(response)]
+            except TURN_ERRORS as error:
+                is_complete = False
+                replies = [f"Error: {' '.join(str(error).split())}"]
             print(flush=True)
-            replies = [session.describe_response(response)]
         for reply in replies:
             print(reply, file=sys.stderr, flush=True)
+    return is_complete

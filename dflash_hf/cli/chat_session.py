@@ -20,6 +20,7 @@ from ..decoding.generate import speculative_generate
 from ..decoding.loop import VerifyPass
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.token_ids import check_prompt_ids
 
 WARM_UP_TOKENS = 24
 WARM_UP_S = 5.0  # with a slow target the warm-up ends before all its tokens
@@ -289,12 +290,13 @@ class ChatSession:
             [`Response`]
 
         Raises:
-            ValueError: the conversation is longer than the target's context, or the chat template refuses it. Nothing
-                is added to the conversation in this case.
+            ValueError: the conversation is longer than the target's context, a token has no row in its embedding, or
+                the chat template refuses the messages. Nothing is added to the conversation in this case.
             KeyboardInterrupt: raised during generation. The tokens so far are kept.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         inputs = chat_inputs(self.tokenizer, messages, self.target.device, self.draft.config.chat_template_kwargs)
+        check_prompt_ids(self.target, inputs["input_ids"], self.tokenizer)
         room = self._room(inputs["input_ids"].shape[1])
         response, text = Response(self.is_plain), TokenText(self.tokenizer)
 
@@ -342,7 +344,7 @@ class ChatSession:
         self, inputs: dict[str, torch.Tensor], is_plain: bool, on_pass: Callable[[VerifyPass], None], **kwargs: Any
     ) -> None:
         """Generate with the draft or without it, and call a function after every pass of the target."""
-        kwargs = {**inputs, **self.generate_kwargs, **kwargs}
+        kwargs = {**inputs, "tokenizer": self.tokenizer, **self.generate_kwargs, **kwargs}
         if is_plain:
             streamer = _TokenStreamer(lambda token_ids: on_pass(VerifyPass([token_ids], [0], [0])))
             generate: Any = self.target.generate  # a mixin's method, which type checkers do not see

@@ -139,6 +139,8 @@ def evaluate(
             highlight=False,
             soft_wrap=True,
         )
+        for line in evaluation.left_out:
+            console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
         if state.num_processes > 1:
             console.print(f"[yellow]{CONTENTION}[/]", highlight=False, soft_wrap=True)
         is_whole = _run(evaluation, batches, journal, {**where, "num_processes": state.num_processes}, console)

@@ -38,7 +38,9 @@ def generate(
         drafted = comparison.drafted
     else:
         inputs = chat_inputs(tokenizer, prompt, model.device, pair.config.chat_template_kwargs)
-        drafted = generate_timed(model, inputs, pair, pad_token_id=tokenizer.pad_token_id, **kwargs)
+        drafted = generate_timed(
+            model, inputs, pair, tokenizer=tokenizer, pad_token_id=tokenizer.pad_token_id, **kwargs
+        )
     console.print(tokenizer.decode(drafted.token_ids, skip_special_tokens=True), markup=False, highlight=False)
     console.rule()
     length = "–" if drafted.acceptance_length is None else f"{drafted.acceptance_length:.2f}"

@@ -28,6 +28,7 @@ from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
 from ..target.rotary import length_dependent_angles
+from ..target.token_ids import check_prompt_ids
 from . import PROPOSALS
 from .draft_length import AdaptiveDraftLength, DraftLengthScheduler, FixedDraftLength, latency_model_of
 from .gqa_attention import MASKED_ATTENTION
@@ -294,6 +295,8 @@ def _check_call(
             "The prompt is empty, or inputs_embeds were given, and decoding with a draft needs the tokens of the "
             "prompt. Pass input_ids alone."
         )
+
+    check_prompt_ids(model, input_ids)
 
     attention_mask = model_kwargs.get("attention_mask")
     text_length = getattr(generation_config, "_mask_length", None)

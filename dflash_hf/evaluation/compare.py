@@ -135,7 +135,8 @@ def compare_on_prompts(
         [`Comparison`], one for each prompt.
     """
     tokenizer = text_tokenizer(tokenizer)
-    kwargs = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, **generate_kwargs}
+    # Stop strings of a generation config need the tokenizer.
+    kwargs = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "tokenizer": tokenizer, **generate_kwargs}
     for index, prompt in enumerate(prompts):
         inputs = chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)
         if index == 0:

@@ -173,7 +173,7 @@ def collect(evaluation: SuiteEvaluation, journal: SuiteJournal, command: str) ->
         "num_pairs": len(journal.pairs),
         "num_pairs_wanted": evaluation.num_pairs,
         "is_contended": is_contended,
-        "notes": [CONTENTION] if is_contended else [],
+        "notes": [*([CONTENTION] if is_contended else []), *evaluation.left_out],
         "definitions": DEFINITIONS,
         "target": journal.settings["target"],
         "target_revision": getattr(evaluation.target.config, "_commit_hash", None),

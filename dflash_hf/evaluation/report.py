@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..markdown import inline_code, table_cell
+from ..markdown import inline_code, one_line, table_cell
 from .response_pairs import Setting
 from .results import MacroMean, SetResult
 
@@ -84,8 +84,7 @@ def markdown_report(record: Mapping[str, Any], results: Sequence[SetResult], mea
     parts = [f"# {inline_code(record['draft'])} on prompts for {inline_code(record['target'])}"]
     if not record["is_complete"]:
         parts.append(f"**Not complete**: {record['num_pairs']} of {record['num_pairs_wanted']} response pairs exist.")
-    if record["is_contended"]:
-        parts.append(f"**{CONTENTION}**")
+    parts += [f"**{one_line(note)}**" for note in record["notes"]]
     for mean in means:
         same = [result for result in results if result.setting == mean.setting]
         parts += [f"## {_heading(mean.setting)}", _main_table(same, mean), *_details(same, mean)]

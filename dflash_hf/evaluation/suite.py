@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.chat_template import chat_inputs
+from ..data.text import short
 from ..files import digest_number
 from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
+from ..target.token_ids import check_prompt_ids
 from .prompt_sets import PromptSet
 from .response_pairs import ResponsePair, Setting
 from .settings import SuiteSettings
@@ -60,9 +62,13 @@ class SuiteEvaluation:
         sets (`Sequence[PromptSet]`): prompt sets to answer.
         settings ([`SuiteSettings`]): settings to answer them in.
 
+    Attributes:
+        left_out (`list[str]`): prompts that are not answered, because the target's embedding has no row for one of
+            their tokens, each with its reason.
+
     Raises:
-        ValueError: the draft does not fit the target, the prompts do not fill whole batches, a prompt is too long, or
-            a setting is outside the range of this draft.
+        ValueError: the draft does not fit the target, no prompt of a set can be read, the prompts do not fill whole
+            batches, a prompt is too long, or a setting is outside the range of this draft.
     """
 
     def __init__(
@@ -81,6 +87,9 @@ class SuiteEvaluation:
         self.protocol = GenerationProtocol(target, tokenizer)
         self._check_block_size()
         self.thinking = self._thinking_modes()
+        self.left_out: list[str] = []
+        sets = [self._readable(prompt_set) for prompt_set in sets]
+        self.sets = {prompt_set.name: prompt_set for prompt_set in sets}
         self.batches = [
             batch
             for temperature in settings.temperatures
@@ -235,6 +244,22 @@ class SuiteEvaluation:
                 "enable_thinking=True and False. Leave the option out."
             )
         return (None,)
+
+    def _readable(self, prompt_set: PromptSet) -> PromptSet:
+        """Return a prompt set without the conversations that have a token which the target cannot read."""
+        kept = []
+        for number, conversation in enumerate(prompt_set.conversations):
+            responses = [""] * (len(conversation.turns) - 1)
+            ids = torch.cat([self._prompt(prompt_set.name, number, responses, each) for each in self.thinking])
+            try:
+                check_prompt_ids(self.target, ids, self.tokenizer)
+                kept.append(conversation)
+            except ValueError as error:
+                text = short(conversation.turns[-1][-1]["content"])
+                self.left_out.append(f"Prompt {number + 1} of {prompt_set.name!r}, {text}, is left out: {error}")
+        if not kept:
+            raise ValueError(f"No prompt of the set {prompt_set.name!r} can be answered. {self.left_out[0]}")
+        return replace(prompt_set, conversations=tuple(kept))
 
     def _check_block_size(self) -> None:
         """Refuse numbers of verified tokens that do not fit the draft."""

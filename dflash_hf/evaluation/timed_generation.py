@@ -17,6 +17,7 @@ from ..decoding.generate import speculative_generate
 from ..decoding.statistics import DecodingStatistics
 from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.token_ids import check_prompt_ids, padding_token_id
 
 Result = TypeVar("Result")
 LOOPS = ("dflash_hf", "transformers")
@@ -151,7 +152,11 @@ def generate_batch(
 
     Returns:
         [`TimedBatch`]
+
+    Raises:
+        ValueError: a token of a prompt has no row in the target's embedding.
     """
+    check_prompt_ids(target, arguments["input_ids"], arguments.get("tokenizer"))
     (sequences, statistics), seconds = timed(target.device, lambda: run_loop(target, draft, arguments, **options))
     return TimedBatch(sequences, seconds, statistics)
 
@@ -176,6 +181,9 @@ def generate_timed(
 
     Returns:
         [`Generation`]
+
+    Raises:
+        ValueError: see [`generate_batch`].
     """
     with PassRecorder(target, draft) as recorder:
         output = generate_batch(target, draft, {**inputs, **kwargs}, loop=loop)
@@ -284,8 +292,7 @@ class GenerationProtocol:
         given: Any = target.generation_config
         end_token_ids = [] if given is None or given.eos_token_id is None else given.eos_token_id
         self.end_token_ids: list[int] = end_token_ids if isinstance(end_token_ids, list) else [end_token_ids]
-        padding = [text_tokenizer(tokenizer).pad_token_id, *self.end_token_ids, 0]
-        self.pad_token_id: int = next(token_id for token_id in padding if token_id is not None)
+        self.pad_token_id = padding_token_id(target, [text_tokenizer(tokenizer).pad_token_id, *self.end_token_ids])
 
     @contextmanager
     def override_generation_config(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..data.chat_template import ChatRenderer, ChatTemplateError
 from ..model.configuration_dflash import describe_target
 from ..target.rotary import length_dependent_angles
+from ..target.token_ids import check_prompt_ids
 from .continuous_batching import ContinuousBatcher, continuous_batching_obstacle
 from .defaults import BATCH_SIZE
 from .requests import Completion, Failure, RequestQueue, SamplingParameters, TurnRequest
@@ -163,8 +164,8 @@ class LocalBackend:
             requests ([`RequestQueue`]): read ahead by a few batches, which are sorted by length.
 
         Yields:
-            `tuple[TurnRequest, Completion | Failure]`: a request fails if its prompt cannot be rendered or leaves no
-            room for a completion.
+            `tuple[TurnRequest, Completion | Failure]`: a request fails if its prompt cannot be rendered, has a token
+            without a row in the target's embedding, or leaves no room for a completion.
         """
         kind = ContinuousBatcher if self.continuous_batching else StaticBatcher
         batcher = kind(self.target, self.selection, self.batch_size)
@@ -192,6 +193,10 @@ class LocalBackend:
                 request.messages
             )
         except ChatTemplateError as error:
+            return Failure(str(error))
+        try:
+            check_prompt_ids(self.target, ids, self.tokenizer)
+        except ValueError as error:
             return Failure(str(error))
         room = self.sampling.max_new_tokens
         if self.max_length is not None:

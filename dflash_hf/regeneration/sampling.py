@@ -18,6 +18,7 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 
 from ..decoding.logits_processing import PREFIX_FREE, SEQUENCE_WISE
 from ..model.configuration_dflash import describe_target
+from ..target.token_ids import padding_token_id
 from .requests import SamplingParameters
 
 
@@ -90,6 +91,12 @@ class TokenSelection:
     ) -> None:
         self.target = target
         config: Any = target.generation_config
+        if config.stop_strings is not None:
+            raise ValueError(
+                f"The generation config of the target {describe_target(target)} has "
+                f"stop_strings={config.stop_strings!r}, and completions end with an end token or a length. Unset them "
+                "in target.generation_config, or let a server complete the prompts."
+            )
         self.generate_kwargs: dict[str, Any] = {"num_return_sequences": 1, "return_dict_in_generate": False}
         if sampling.temperature is not None:
             self.generate_kwargs |= {"do_sample": sampling.temperature > 0, "num_beams": 1}
@@ -99,14 +106,13 @@ class TokenSelection:
             self.generate_kwargs |= {
                 name: getattr(sampling, name) for name in ("top_p", "top_k") if getattr(sampling, name) is not None
             }
-        for name in ("eos_token_id", "pad_token_id"):
-            if getattr(config, name, None) is None:
-                self.generate_kwargs[name] = getattr(tokenizer, name)
+        if config.eos_token_id is None:
+            self.generate_kwargs["eos_token_id"] = tokenizer.eos_token_id
+        padding = [config.pad_token_id, tokenizer.pad_token_id]
+        self.generate_kwargs["pad_token_id"] = padding_token_id(target, padding)
         prepared = self._prepare([0], sampling.max_new_tokens)
         self.do_sample = prepared["mode"] == GenerationMode.SAMPLE
         self.eos_token_ids = prepared["eos_token_ids"]
-        if self.generate_kwargs.get("pad_token_id", 0) is None:
-            self.generate_kwargs["pad_token_id"] = next(iter(self.eos_token_ids), 0)
         unsupported = prepared["other_criteria"]
         if unsupported or prepared["mode"] not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
             raise ValueError(

@@ -37,6 +37,7 @@ from ..model.remote_code import local_draft
 from ..target.batch_states import TargetStates, documents_of
 from ..target.hidden_states import target_logits_function, unwrap_peft
 from ..target.loading import open_target
+from ..target.token_ids import padding_token_id
 from .argument_checks import check_trainer_arguments
 from .arguments import DFlashTrainingArguments
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
@@ -143,11 +144,12 @@ class DFlashTrainer(HubTrainer):
                     "eps": args.adam_epsilon,
                 },
             )
-        pad_token_id = processing_class.pad_token_id if processing_class is not None else None
+        padding = [processing_class.pad_token_id] if processing_class is not None else []
+        pad_token_id = padding_token_id(target, padding)
         multiple = args.pad_to_multiple_of
         if multiple is None:
             multiple = 512 if attention_kind(args.block_attention, args.device) == "flex" else 32
-        kwargs.setdefault("data_collator", DFlashCollator(pad_token_id or 0, args.padding_side, multiple))
+        kwargs.setdefault("data_collator", DFlashCollator(pad_token_id, args.padding_side, multiple))
         self._own_metrics: Callable[[EvalPrediction], Any] | None = kwargs.get("compute_metrics")
         check_evaluation(args, model.config.block_size, eval_dataset, self._own_metrics)
         kwargs["compute_metrics"] = self._evaluation_metrics
