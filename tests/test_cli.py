@@ -144,7 +144,7 @@ def test_a_prompt_with_a_token_without_an_embedding_row_fails_by_name(run, witho
     assert code == 1, err
     assert "has token 261" in stdout
     assert "and the embedding of the target has the rows 0 … 260" in stdout.replace("\n", " ")
-    code, _, err = run("bench", "decode", *pair, "--prompts", prompts, *short)
+    code, _, err = run("bench", "decode", *pair, "--prompts", prompts, *short, "--batch-sizes", 1)
     assert (code, NO_ROW in error_line(err)) == (1, True)
 
 
