@@ -80,6 +80,7 @@ def write_bytes(path: Path, content: bytes) -> str:
         ("rows.csv.gz", gzip.compress("prompt,completion\n2+2?é,4\n".encode("utf-8-sig"))),
         ("rows.tsv", "prompt\tcompletion\n2+2?é\t4\n".encode()),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # archives hold the time
 )
 def test_a_local_file_is_read_and_never_looked_up_on_the_hub(tmp_path, monkeypatch, name, content):
     """A compressed file was taken for the name of a data set on the Hub."""
@@ -136,6 +137,7 @@ def test_values_of_a_csv_file_stay_texts(tmp_path):
         ("rows.docx", LINES),
         ("rows", LINES),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # archives hold the time
 )
 def test_a_file_that_cannot_be_read_is_one_line_with_its_name_and_what_is_read(tmp_path, name, content):
     path = write_bytes(tmp_path / name, content)
