@@ -27,6 +27,7 @@ from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
+from ..target.learned_positions import learned_positions
 from ..target.rotary import length_dependent_angles
 from ..target.token_ids import check_prompt_ids
 from . import PROPOSALS
@@ -346,7 +347,13 @@ def _check_call(
 def _check_length_of_text(
     model: PreTrainedModel, input_ids: torch.Tensor, num_padding: list[int], max_length: int
 ) -> None:
-    """Refuse a text in which tokens that are verified together would get other rotary angles than one by one."""
+    """Refuse a text beyond learned positions, and one in which verified tokens would get other rotary angles."""
+    positions = learned_positions(model)
+    if positions is not None and max_length - min(num_padding) > positions + 1:  # the last token is never read
+        raise ValueError(
+            f"The target {describe_target(model)} has learned {positions} positions, and this call may bring a text "
+            f"to {max_length - min(num_padding)} tokens. Pass max_length={positions + 1 + min(num_padding)} or less."
+        )
     angles = length_dependent_angles(model.config)
     if angles is None:
         return

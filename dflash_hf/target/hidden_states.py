@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
+from .learned_positions import check_length, learned_positions
 from .rotary import length_dependent_angles
 
 logger = logging.get_logger(__name__)
@@ -89,7 +90,8 @@ def target_hidden_states(
         final state, in the dtype of the target and on the device of `input_ids`; 0 at padding.
 
     Raises:
-        ValueError: the target has no such layer, or its final state cannot be computed.
+        ValueError: the target has no such layer, its final state cannot be computed, or a row is longer than its
+            learned positions.
     """
     target = unwrap_peft(target)
     first_real = None
@@ -97,10 +99,13 @@ def target_hidden_states(
         # A causal model never attends to later padding. With the real tokens first, no mask is needed.
         first_real = (~token_valid_mask).int().sort(dim=1, stable=True).indices
         input_ids = input_ids.gather(1, first_real)
-    angles = length_dependent_angles(target.config)
-    if angles is None or input_ids.shape[1] <= angles[1]:
+    angles, positions = length_dependent_angles(target.config), learned_positions(target)
+    if positions is not None:
+        check_length(target, token_valid_mask)
+    limits = [limit for limit in (angles and angles[1], positions) if limit is not None]
+    if input_ids.shape[1] <= min(limits, default=input_ids.shape[1]):
         context = _context(target, input_ids, target_layer_ids, include_final_state)
-    else:  # one long row would change the angles of all rows
+    else:  # one long row would change the angles of all rows, and padding has no positions
         context = torch.nn.utils.rnn.pad_sequence(
             [
                 _context(target, row[None, : max(length, 1)], target_layer_ids, include_final_state)[0]

@@ -36,6 +36,7 @@ from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from ..target.batch_states import TargetStates, documents_of
 from ..target.hidden_states import target_logits_function, unwrap_peft
+from ..target.learned_positions import learned_positions
 from ..target.loading import open_target
 from ..target.token_ids import padding_token_id
 from .argument_checks import check_trainer_arguments
@@ -124,9 +125,16 @@ class DFlashTrainer(HubTrainer):
         # `generate` would copy the whole head in every draft step on a CPU: matmul (torch 2.13) folds a sliced input
         # into one product only if the weight requires a gradient.
         self.target = target.eval()
+        max_length, positions = args.max_length, learned_positions(target)
+        if positions is not None and max_length > positions:
+            logger.warning(
+                f"Rows are truncated to {positions} tokens, the number of positions that the target has learned, and "
+                f"not to max_length={max_length}."
+            )
+            max_length = positions
         eos = target.generation_config.eos_token_id if target.generation_config is not None else None
         self._data_kwargs: dict[str, Any] = {
-            "max_length": args.max_length,
+            "max_length": max_length,
             "eos_token_ids": eos if isinstance(eos, list) else [eos] if eos is not None else [],
             "chat_template_kwargs": model.config.chat_template_kwargs,
             "forbidden_token_id": model.config.mask_token_id,

@@ -1,0 +1,65 @@
+"""Targets that have a table of positions, and cannot read a text that is longer."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# Names of the table in the models of transformers 5.24; in GPT-J and CodeGen it is a buffer of angles.
+TABLES = ("wpe", "embed_positions", "position_embedding", "position_embeddings", "positions_embed", "pos_emb")
+
+_learned_positions: WeakKeyDictionary[PreTrainedModel, int | None] = WeakKeyDictionary()
+
+
+def learned_positions(target: PreTrainedModel) -> int | None:
+    """
+    Return the number of positions of a target with a table of them.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+
+    Returns:
+        `int`: the length of the longest text that it can read; `None` if no table limits it, as with rotary positions.
+    """
+    if target not in _learned_positions:
+        _learned_positions[target] = _find_table(target)
+    return _learned_positions[target]
+
+
+def _find_table(target: PreTrainedModel) -> int | None:
+    """Return the length of the table of positions of a target, or `None` without one."""
+    config = target.config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        return None
+    for name, module in target.named_modules():
+        # Some tables have a few more rows, for padding.
+        if name.rpartition(".")[2] in TABLES and isinstance(module, nn.Embedding):
+            return length if length <= module.num_embeddings <= length + 2 else None
+    for name, buffer in target.named_buffers():
+        if name.rpartition(".")[2] in TABLES and buffer.dim() == 2 and len(buffer) == length:
+            return length
+    return None
+
+
+def check_length(target: PreTrainedModel, token_valid_mask: torch.Tensor) -> None:
+    """
+    Refuse texts that are longer than the table of positions of a target.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        token_valid_mask (`torch.BoolTensor` of shape `[R, S]`): True at real tokens.
+
+    Raises:
+        ValueError: a text is longer.
+    """
+    limit = learned_positions(target)
+    longest = int(token_valid_mask.sum(1).max()) if token_valid_mask.numel() else 0
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"A text has {longest} tokens, and {type(target).__name__} has learned {limit} positions. Truncate the "
+            f"text to {limit} tokens."
+        )
