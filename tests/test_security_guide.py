@@ -39,14 +39,33 @@ def modules_of(tree: ast.AST) -> set[str]:
     return found
 
 
+def reads_tensors_alone(call: ast.Call) -> bool:
+    """Tell whether a call of `torch.load` has `weights_only=True`."""
+    return any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in call.keywords)
+
+
+def catches_pickle_errors_alone(tree: ast.AST) -> bool:
+    """Tell whether nothing of `pickle` is used but the class of its errors."""
+    used = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"
+    }
+    is_renamed = any(isinstance(node, ast.ImportFrom) and node.module == "pickle" for node in ast.walk(tree))
+    return used == {"UnpicklingError"} and not is_renamed
+
+
 TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
 
 
 def test_the_package_runs_no_code_of_a_file_and_only_the_demo_runs_another_program():
     assert len(TREES) > 100
     for name, tree in TREES.items():
-        assert not RUNS_CODE & {called for called, _ in calls(tree)}, name
-        assert not RUNS_CODE_MODULES & modules_of(tree), name
+        # Of the optimizer's file of the user's own run, tensors and numbers alone are read.
+        risky = {called for called, call in calls(tree) if called != "torch.load" or not reads_tensors_alone(call)}
+        assert not RUNS_CODE & risky, name
+        harmless = {"pickle"} if catches_pickle_errors_alone(tree) else set()
+        assert not (RUNS_CODE_MODULES & modules_of(tree)) - harmless, name
+    loading = {name for name, tree in TREES.items() if "torch.load" in {called for called, _ in calls(tree)}}
+    assert loading == {"training/resume.py"}
     assert {name for name, tree in TREES.items() if "subprocess" in modules_of(tree)} == {"target/demo.py"}
 
 
