@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -474,6 +475,91 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_type_and_other_tensors_
         trainer.train(resume_from_checkpoint=str(folder))
     with pytest.raises(ValueError, match="nowhere' is no complete checkpoint: the folder does not exist"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("limit", [1_000, 70_000, 100_000])
+def test_a_full_disk_names_the_checkpoint_that_is_incomplete_and_the_last_complete_one(run_copy, limit):
+    trainer = make_trainer(make_target(), run_copy.parent, **{**SAVED, "max_steps": 3})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # longer files cannot be written, as on a full disk
+    try:
+        with pytest.raises(
+            OSError, match=r"checkpoint-3' could not be written completely .*checkpoint-2, which"
+        ) as caught:
+            trainer.train(resume_from_checkpoint=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert last_complete_checkpoint(run_copy) == str(run_copy / "checkpoint-2")
+
+
+def test_a_checkpoint_that_is_written_again_is_incomplete_until_its_last_file(run_copy, monkeypatch):
+    trainer = make_trainer(make_target(), run_copy.parent, **SAVED)
+
+    def fail(folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "_save_rng_state", fail)
+    with pytest.raises(OSError, match=r"checkpoint-1' could not be .*No space left.*checkpoint-2, which is complete"):
+        trainer.train()
+    assert "trainer_state.json" in str(damage(run_copy / "checkpoint-1"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors is missing, truncated or damaged"),
+        (shutil.rmtree, "the folder does not exist"),
+    ],
+)
+def test_a_damaged_best_checkpoint_does_not_end_a_run_after_its_last_step(tmp_path, warnings, harm, words):
+    class Harm(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                harm(Path(state.best_model_checkpoint))
+
+    values = {**SAVED, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    trainer = make_trainer(make_target(), tmp_path, eval_rows=rows_of(make_target()), **values)
+    trainer.add_callback(Harm())
+    trainer.train()
+    assert any("cannot be loaded" in message and words in message for message in warnings())
+    assert trainer.draft_card().steps == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("cosine", "reduce_lr_on_plateau", "it has no cooldown, eps, factor"),
+        ("cosine", "greedy", "which GreedyLR needs"),
+        ("reduce_lr_on_plateau", "linear", "it has no lr_lambdas, which LambdaLR needs"),
+    ],
+)
+def test_the_state_of_another_kind_of_scheduler_is_refused(tmp_path, first, second, words):
+    target = make_target()
+    values = {**SAVED, "max_steps": 1, "eval_strategy": "steps", "eval_rows": rows_of(target)}
+    make_trainer(target, tmp_path, lr_scheduler_type=first, **values).train()
+    trainer = make_trainer(target, tmp_path, lr_scheduler_type=second, **{**values, "max_steps": 2})
+    with pytest.raises(ValueError, match=f"scheduler.pt' is the state of another scheduler: .*{words}"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_the_scheduler_goes_on_with_the_arguments_of_the_resumed_run(tmp_path, warnings, kind):
+    target = make_target()
+    values = {
+        **SAVED,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "lr_scheduler_type": kind,
+        "eval_rows": rows_of(target),
+    }
+    make_trainer(target, tmp_path, lr_scheduler_kwargs={"factor": 0.5, "min_lr": 1e-6}, **values).train()
+    changed = {**values, "max_steps": 3, "lr_scheduler_kwargs": {"factor": 0.9, "min_lr": 1e-5, "patience": 3}}
+    trainer = make_trainer(target, tmp_path, **changed)
+    trainer.train(resume_from_checkpoint=True)
+    scheduler = trainer.lr_scheduler
+    assert (scheduler.factor, scheduler.patience, scheduler.min_lrs[0]) == (0.9, 3, 1e-5)
+    assert any("lr_scheduler_kwargs.factor was 0.5 and is now 0.9" in message for message in warnings())
 
 
 def feed(watch: AcceptanceWatch, lengths: list[float], warmup: int = 0, every: int = 10) -> list[int]:

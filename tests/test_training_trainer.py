@@ -764,3 +764,31 @@ def test_an_evaluation_without_the_metric_of_the_choice_does_not_end_the_run(tar
         trainer = make_with_metrics(target, tmp_path, compute_metrics, rows, metric_for_best_model=metric)
         trainer.train()
         assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_a_rate_that_follows_a_metric_stays_after_an_evaluation_without_it(target, tmp_path, caplog, kind):
+    values = {"lr_scheduler_type": kind, "metric_for_best_model": "own", "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer(
+        target, tmp_path, eval_rows=rows_of(target), compute_metrics=lambda prediction: {}, max_steps=2, **values
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "The evaluation at step 1 has no eval_own to set the rate by" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "needs evaluations, and eval_strategy is 'no'"),
+        ({"eval_strategy": "steps", "eval_steps": 1}, "needs a metric, and metric_for_best_model is unset"),
+    ],
+)
+@pytest.mark.parametrize("callback", [EarlyStoppingCallback, EarlyStoppingCallback(2)])
+def test_early_stopping_that_can_never_stop_is_refused_when_the_trainer_is_made(
+    target, tmp_path, values, words, callback
+):
+    args = DFlashTrainingArguments(tmp_path, max_steps=1, report_to="none", **values)
+    rows = rows_of(target)
+    with pytest.raises(ValueError, match=words):
+        DFlashTrainer(make_draft(target), target, args, rows, rows, callbacks=[callback])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
@@ -60,7 +62,7 @@ def damage(folder: str | Path) -> str | None:
         `str` or `None`: a clause that begins with the name of the file.
     """
     folder = Path(folder)
-    return damaged_state(folder) or _damaged_json(folder) or _damaged_zip(folder) or _damaged_weights(folder)
+    return damaged_state(folder) or _damaged_json(folder) or _damaged_zip(folder) or damaged_weights(folder)
 
 
 def damaged_state(folder: str | Path) -> str | None:
@@ -112,8 +114,19 @@ def _damaged_zip(folder: Path) -> str | None:
     return None
 
 
-def _damaged_weights(folder: Path) -> str | None:
-    """Describe the first damaged or missing file of the weights."""
+def damaged_weights(folder: str | Path) -> str | None:
+    """
+    Describe the first damaged or missing file of the weights of a checkpoint.
+
+    Args:
+        folder (`str` or `Path`): the checkpoint.
+
+    Returns:
+        `str` or `None`: a clause.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return "the folder does not exist"
     if not _has_plain_weights(folder):
         return None
     try:
@@ -143,12 +156,42 @@ def check_files(folder: str | Path) -> None:
     problem = damage(folder)
     if problem is None:
         return
-    others = (other for other in _newest_first(Path(folder).parent) if damage(other) is None)
-    other = next(others, None)
+    other = _complete_neighbour(folder)
     advice = (
         f"Resume from {other}, which is complete" if other else "No checkpoint beside it is complete, so train anew"
     )
     raise ValueError(f"{str(folder)!r} is no complete checkpoint: {problem}. {advice}.")
+
+
+def _complete_neighbour(folder: str | Path) -> str | None:
+    """Return the newest complete checkpoint beside a folder."""
+    return next((other for other in _newest_first(Path(folder).parent) if damage(other) is None), None)
+
+
+@contextmanager
+def name_of_unwritten(folder: str | Path) -> Iterator[None]:
+    """
+    Name a checkpoint that cannot be written completely, because its disk is full or read-only.
+
+    Args:
+        folder (`str` or `Path`): the checkpoint that is written inside the context.
+
+    Raises:
+        OSError: a file could not be written. The message names the newest checkpoint that is complete.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises a RuntimeError
+        if damage(folder) is None:
+            raise
+        other = _complete_neighbour(folder)
+        advice = (
+            f"resume from {other}, which is complete" if other else "train anew, since no other checkpoint is complete"
+        )
+        raise OSError(
+            f"{str(folder)!r} could not be written completely ({str(error).splitlines()[0]}). Make room on its disk "
+            f"or choose another output_dir, and {advice}."
+        ) from error
 
 
 def check_weights(folder: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

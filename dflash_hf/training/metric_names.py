@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from transformers import EarlyStoppingCallback
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 from transformers.utils import logging
 
@@ -83,6 +84,34 @@ def evaluation_metric_names(args: Any, block_size: int) -> set[str]:
     names |= {f"serving_{ACCEPTANCE_LENGTH}"} if args.eval_serving else set()
     names |= {f"generate_{ACCEPTANCE_LENGTH}"} if args.eval_generate_prompts > 0 else set()
     return names | {old_name(name) for name in names} | {"runtime", "samples_per_second", "steps_per_second"}
+
+
+def check_early_stopping(args: Any, callbacks: Iterable[Any]) -> None:
+    """
+    Refuse early stopping by a metric that is not chosen or not computed.
+
+    Trainer finds this out after the hidden states of the target are cached.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): arguments of the run.
+        callbacks (`Iterable`): callbacks or their classes.
+
+    Raises:
+        ValueError: nothing is evaluated, or no metric is named.
+    """
+    if not any(
+        callback is EarlyStoppingCallback or isinstance(callback, EarlyStoppingCallback) for callback in callbacks
+    ):
+        return
+    if getattr(args.eval_strategy, "value", args.eval_strategy) == "no":
+        raise ValueError(
+            "EarlyStoppingCallback needs evaluations, and eval_strategy is 'no'. Set eval_strategy='steps' or 'epoch'."
+        )
+    if args.metric_for_best_model is None:
+        raise ValueError(
+            "EarlyStoppingCallback needs a metric, and metric_for_best_model is unset. Set it, for example to "
+            f"'eval_{ACCEPTANCE_LENGTH}'."
+        )
 
 
 def check_evaluation(args: Any, block_size: int, eval_dataset: Any, compute_metrics: Any) -> None:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..checkpoints.io import read_json
 from ..files import differences
 from ..model.configuration_dflash import DFlashConfig
-from .checkpoint_files import OPTIMIZER, STATE, check_files
+from .checkpoint_files import OPTIMIZER, SCHEDULER, STATE, check_files
 from .checkpoint_files import last_complete_checkpoint as last_complete_checkpoint
 
 logger = logging.get_logger(__name__)
@@ -367,6 +367,52 @@ class OptimizerValues:
                 group["lr"] = rate
             scheduler._last_lr = rates
         return list(changes.values())
+
+
+class SchedulerValues:
+    """
+    The arguments of a scheduler, which loading a state replaces by those of the checkpoint.
+
+    Args:
+        scheduler (`LRScheduler`): as the run made it, before a state is loaded.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        # Some arguments are kept under a name in the plural. reset_start of GreedyLR (transformers 5.24) counts down.
+        arguments = {*inspect.signature(type(scheduler).__init__).parameters} - {
+            "optimizer",
+            "last_epoch",
+            "reset_start",
+        }
+        names = arguments | {f"{name}s" for name in arguments}
+        self.values = {name: value for name, value in vars(scheduler).items() if name in names}
+
+    def check(self, folder: str | Path) -> None:
+        """
+        Refuse the state of a scheduler of another kind, with which the learning rate would stay where it is.
+
+        Args:
+            folder (`str` or `Path`): the checkpoint. Nothing is checked if it holds no state of a scheduler.
+
+        Raises:
+            ValueError: the state lacks an argument of the scheduler.
+        """
+        path = Path(folder) / SCHEDULER
+        if not path.is_file():
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        lacking = sorted(self.values.keys() - state.keys())
+        if lacking:
+            raise ValueError(
+                f"{str(path)!r} is the state of another scheduler: it has no {', '.join(lacking)}, which "
+                f"{type(self.scheduler).__name__} needs. Resume with the lr_scheduler_type of the checkpoint, or "
+                "train without resume_from_checkpoint."
+            )
+
+    def restore(self) -> None:
+        """Set the arguments of this run again after a state was loaded."""
+        vars(self.scheduler).update(self.values)
 
 
 def _in_names_of_arguments(values: Mapping[str, Any]) -> dict[str, Any]:

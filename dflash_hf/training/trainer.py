@@ -12,10 +12,12 @@ import numpy
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.optimization import GreedyLR
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, EvalPrediction, HubStrategy
 from transformers.utils import logging
 
 from ..blocks.attention import attention_kind
@@ -43,11 +45,18 @@ from .argument_checks import check_trainer_arguments
 from .arguments import DFlashTrainingArguments
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .card import card_of_run, rows_are_text
-from .checkpoint_files import check_weights, last_complete_checkpoint, missing_states
+from .checkpoint_files import (
+    STATE,
+    check_weights,
+    damaged_weights,
+    last_complete_checkpoint,
+    missing_states,
+    name_of_unwritten,
+)
 from .checks import RowCounts, TrainingSummary, check_processes, hide_target, summarize_training, warn_of_dtypes
-from .metric_names import add_old_names, check_evaluation, own_metrics
+from .metric_names import add_old_names, check_early_stopping, check_evaluation, own_metrics
 from .optimizer import TrainingClock, make_muon_with_adamw, schedule_factor
-from .resume import OptimizerValues, RunRecord, check_checkpoint, run_values
+from .resume import OptimizerValues, RunRecord, SchedulerValues, check_checkpoint, run_values
 
 logger = logging.get_logger(__name__)
 
@@ -160,6 +169,7 @@ class DFlashTrainer(HubTrainer):
         kwargs.setdefault("data_collator", DFlashCollator(pad_token_id, args.padding_side, multiple))
         self._own_metrics: Callable[[EvalPrediction], Any] | None = kwargs.get("compute_metrics")
         check_evaluation(args, model.config.block_size, eval_dataset, self._own_metrics)
+        check_early_stopping(args, kwargs.get("callbacks") or ())
         kwargs["compute_metrics"] = self._evaluation_metrics
         super().__init__(
             model=model,
@@ -304,7 +314,10 @@ class DFlashTrainer(HubTrainer):
             return super()._load_optimizer_and_scheduler(checkpoint)
         values = OptimizerValues(self.optimizer)
         values.check(checkpoint)
+        schedule = SchedulerValues(self.lr_scheduler)
+        schedule.check(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
+        schedule.restore()
         changes = values.restore(self.lr_scheduler, follows_steps=self.clock.minutes is None)
         if changes:
             logger.warning(
@@ -437,6 +450,26 @@ class DFlashTrainer(HubTrainer):
             super()._save(output_dir, state_dict)
         finally:
             self.draft.__class__ = sharded_class
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint as Trainer does, and name the last complete one if a file cannot be written."""
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with name_of_unwritten(folder):
+            if self.args.should_save:
+                # It is written last. That of an earlier run would make the folder look complete until then.
+                (folder / STATE).unlink(missing_ok=True)
+            super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self) -> None:
+        """Load the best draft as Trainer does, or keep the last one if the files of the best one are damaged."""
+        problem = damaged_weights(str(self.state.best_model_checkpoint))
+        if problem is None:
+            return super()._load_best_model()
+        logger.warning(
+            f"The best draft, of {self.state.best_model_checkpoint}, cannot be loaded: {problem}. The draft keeps the "
+            f"weights of step {self.state.global_step}."
+        )
+        self.state.best_model_checkpoint = None
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the loader of all evaluation rows as Trainer does; `dataloader_drop_last` is for training alone."""
@@ -717,6 +750,19 @@ class DFlashTrainer(HubTrainer):
             f"{self.args.metric_for_best_model!r} is not among the metrics {', '.join(sorted(metrics))}."
         )
         return False
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate as Trainer does; without the metric that a scheduler follows, the rate stays."""
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR) and not skip_scheduler:
+            name = f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+            if name in metrics:
+                self.lr_scheduler.step(metrics[name])
+            else:
+                logger.warning(f"The evaluation at step {self.state.global_step} has no {name} to set the rate by.")
+        return metrics
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
