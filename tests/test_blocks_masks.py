@@ -48,6 +48,8 @@ def test_dense_mask_equals_the_loop_written_oracle(window, causal, packed, parti
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_mask_gives_the_outputs_of_the_dense_mask(window, causal):
     """FlexAttention's forward runs on a CPU: the same draft through both masks."""
+    # A second compilation with other shapes has dynamic ones, for which torch 2.13 writes wrong code on a CPU.
+    torch.compiler.reset()
     target = make_target()
     kwargs = {"is_causal": causal}
     if window is not None:

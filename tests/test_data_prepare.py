@@ -490,7 +490,7 @@ def test_prepare_then_train_from_the_shell(run, prepared_target, tmp_path, monke
     def no_tokenising(*args, **kwargs):
         raise AssertionError("a prepared row was tokenised again")
 
-    monkeypatch.setattr("dflash_hf.data.dataset.tokenize_row", no_tokenising)
+    monkeypatch.setattr("dflash_hf.data.dataset.read_converted_row", no_tokenising)
     draft = tmp_path / "draft"
     code, stdout, err = run("train", "--target", prepared_target, "--dataset", out, "--output_dir", draft, *TINY)
     assert code == 0, err
