@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_draft, make_target
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -71,6 +72,24 @@ def test_a_draft_loaded_as_remote_code_is_saved_and_trained(remote, tmp_path):
     trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=rows)
     trainer.train()
     assert trainer.model is local_draft(draft)
+
+
+def test_a_draft_loaded_as_remote_code_follows_later_moves_and_modes(remote):
+    draft, _, _ = remote
+    draft.norm.weight.requires_grad_(False)
+    local = local_draft(draft)
+    assert not local.norm.weight.requires_grad
+    assert not draft.norm.weight.requires_grad
+    draft.to(torch.bfloat16).train()
+    assert local_draft(draft) is local
+    assert {tensor.dtype for tensor in local.parameters()} == {torch.bfloat16}
+    assert local.training
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel, torch.compile])
+def test_a_wrapped_draft_is_named_and_not_taken_for_another_packages(wrap):
+    with pytest.raises(TypeError, match=r"must be a DFlashDraftModel\. Load the draft"):
+        local_draft(wrap(make_draft(make_target())))
 
 
 def test_a_foreign_class_of_the_model_type_is_named():

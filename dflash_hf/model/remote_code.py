@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .configuration_dflash import DFlashConfig
 from .modeling_dflash import DFlashDraftModel
@@ -34,7 +35,7 @@ def local_draft(draft: Any, argument: str = "draft") -> DFlashDraftModel:
     if isinstance(draft, DFlashDraftModel):
         return draft
     kind = f"{type(draft).__module__}.{type(draft).__name__}"
-    is_draft = isinstance(draft, nn.Module) and getattr(draft.config, "model_type", None) == DFlashConfig.model_type
+    is_draft = isinstance(draft, PreTrainedModel) and draft.config.model_type == DFlashConfig.model_type
     if not is_draft or "DFlashDraftModel" not in {parent.__name__ for parent in type(draft).__mro__}:
         reason = " Another package has registered its own class for the model type 'dflash'." if is_draft else ""
         raise TypeError(
@@ -46,8 +47,9 @@ def local_draft(draft: Any, argument: str = "draft") -> DFlashDraftModel:
         config.name_or_path = draft.config.name_or_path
         with torch.device("meta"):
             local = DFlashDraftModel(config)
-        local.load_state_dict(draft.state_dict(), assign=True)
         for (_, ours), (_, theirs) in zip(local.named_parameters(), draft.named_parameters(), strict=True):
             ours.requires_grad_(theirs.requires_grad)
-        _local_drafts[draft] = local.train(draft.training)
-    return _local_drafts[draft]
+        # keep_vars shares the parameters themselves, so that a later `draft.to(...)` moves both objects.
+        local.load_state_dict(draft.state_dict(keep_vars=True), assign=True)
+        _local_drafts[draft] = local
+    return _local_drafts[draft].train(draft.training)
