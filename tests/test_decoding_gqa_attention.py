@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_draft
+from conftest import TINY, make_draft
 from decoding_pairs import make_family, make_multimodal, make_target
-from transformers import AutoModelForCausalLM, FalconConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, FalconConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.generic import is_flash_attention_requested
 
 from dflash_hf.decoding import gqa_attention as module_under_test
 from dflash_hf.decoding.generate import speculative_generate
@@ -124,6 +125,26 @@ def test_other_attention_is_left_alone():
     with use_grouped_query_sdpa(eager, falcon):
         assert eager.config._attn_implementation == "eager"
         assert falcon.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_compares_the_name_of_its_attention_keeps_the_name():
+    config = CONFIG_MAPPING["gemma4_text"](
+        **TINY, head_dim=8, global_head_dim=8, vocab_size_per_layer_input=97, hidden_size_per_layer_input=0
+    )
+    gemma4 = AutoModelForCausalLM.from_config(config)
+    with use_grouped_query_sdpa(gemma4):
+        assert gemma4.config._attn_implementation == "sdpa"
+
+
+def test_transformers_does_not_take_grouped_queries_for_flash_attention():
+    assert not is_flash_attention_requested(requested_attention_implementation=NAME)
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["hrm_text"](**TINY, head_dim=8)
+    target = AutoModelForCausalLM.from_config(config).eval()  # refuses flash attention
+    prompt = torch.tensor([[4, 8, 15]])
+    plain = target.generate(prompt, do_sample=False, max_new_tokens=9)
+    drafted = speculative_generate(target, make_draft(target), prompt, do_sample=False, max_new_tokens=9)
+    assert torch.equal(drafted.sequences, plain)
 
 
 def test_passes_of_a_call_are_packed_and_its_prefill_is_not():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "dflash_grouped_query_sdpa"
+# transformers 5.24 takes every implementation with "flash" in its name for flash attention.
+NAME = "grouped_query_sdpa"
 # Attention functions that take a mask for each query. A call in another thread may have set our own for its target.
 MASKED_ATTENTION = ("sdpa", "eager", NAME)
 
@@ -73,14 +77,26 @@ AttentionInterface.register(NAME, grouped_query_sdpa)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+@functools.cache
+def _compares_names(module_name: str) -> bool:
+    """Return whether the code of a module may compare the name of the attention implementation with those it knows."""
+    try:
+        source = inspect.getsource(sys.modules[module_name])
+    except (OSError, TypeError):
+        return True
+    return re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", source) is not None
+
+
 def _looks_attention_up(model: PreTrainedModel) -> bool:
     """
-    Return whether a model looks its attention function up by name.
+    Return whether a model looks its attention function up by name, and nothing else depends on the name.
 
-    Falcon in transformers 5.24, for example, compares the name with those it knows, and takes any other for eager.
+    In transformers 5.24 Falcon, for example, takes a name that it does not know for eager, and Gemma 4 decides by the
+    name whether its last layers may leave queries out.
     """
     names = {type(module).__module__ for module in model.modules()}
-    return any(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in names)
+    lookups = [name for name in names if hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS")]
+    return bool(lookups) and not any(map(_compares_names, lookups))
 
 
 @contextmanager

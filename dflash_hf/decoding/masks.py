@@ -125,8 +125,9 @@ def target_masks(
     for layer_type in set(layer_types):
         if layer_type in (*RECURRENT_TYPES, *BOTH_TYPES):
             masks["conv" if layer_type == "conv" else "linear_attention"] = None  # generated tokens are never padding
+        # In transformers 5.24 Zaya looks for the mask under the type of the layer, and Falcon-H1 under its attention.
         if layer_type in ("sliding_attention", "hybrid_sliding"):
-            masks["sliding_attention"] = mask(window)
+            masks["sliding_attention"] = masks[layer_type] = mask(window)
         elif layer_type in ("full_attention", "hybrid"):
-            masks["full_attention"] = mask(None)
+            masks["full_attention"] = masks[layer_type] = mask(None)
     return masks if any(values is not None for values in masks.values()) else None
