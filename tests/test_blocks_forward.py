@@ -9,7 +9,9 @@ from transformers.cache_utils import DFlashCache
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.blocks.batch import TokenBatch
-from dflash_hf.blocks.forward import block_hidden_states
+from dflash_hf.blocks.forward import block_hidden_states, block_losses
+from dflash_hf.blocks.losses import LossTerms
+from dflash_hf.target.hidden_states import target_hidden_states, target_logits_function
 
 LAYERS = {
     "full": {},
@@ -107,3 +109,24 @@ def test_a_block_past_the_end_of_a_packed_document_sees_nothing_of_the_next_one(
     other = TokenBatch(other_ids, batch.valid, segment_ids=batch.segment_ids, hidden_states=other_states)
     changed = block_hidden_states(draft, draft, plan, other, block_attention=block_attention)
     assert torch.equal(changed[of_first], hidden[of_first])
+
+
+@pytest.mark.parametrize("values", [{}, {"kl_weight": 0.5}, {"l1_weight": 0.5}, {"soft_labels": True}])
+def test_ids_of_32_bits_give_the_losses_of_64(values):
+    target = make_target()
+    draft = make_draft(target)
+    draft.tie_target(target)
+    ids = torch.randint(1, 96, (2, 20), generator=torch.Generator().manual_seed(0))
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    losses = []
+    for given in (ids, ids.int()):
+        states = target_hidden_states(
+            target, given, valid, draft.config.target_layer_ids or [], include_final_state=True
+        )
+        context, final = states.split([states.shape[-1] - 32, 32], dim=-1)
+        batch = TokenBatch(given, valid, hidden_states=context, final_hidden_states=final)
+        terms, logits = LossTerms(**values), target_logits_function(target, draft.compute_logits)
+        plan = batch.plan_every_anchor(4)
+        losses.append(block_losses(draft, draft, plan, batch, terms=terms, compute_target_logits=logits).loss)
+    assert losses[0].sum() > 0
+    assert torch.equal(*losses)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_draft
+from conftest import make_draft, make_tokenizer
 from decoding_pairs import make_family, make_guessing_draft, make_target, ragged_prompts
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf.decoding.generate import dflash_decoding, speculative_generate
+from dflash_hf.doctor.diagnosis import Diagnosis
+from dflash_hf.evaluation.compare import compare_on_prompts
+from dflash_hf.evaluation.settings import SuiteSettings
+from dflash_hf.evaluation.suite import SuiteEvaluation
+from dflash_hf.regeneration.local import LocalBackend
+from dflash_hf.regeneration.requests import SamplingParameters
 from dflash_hf.target.hidden_states import target_hidden_states
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -178,7 +185,7 @@ def test_ids_and_masks_of_other_dtypes_give_the_text_of_plain_generation(ids, ma
 def test_a_draft_left_on_the_meta_device_is_refused_in_one_line():
     target = make_target()
     draft = make_draft(target).to("meta")
-    with pytest.raises(ValueError, match=r"The draft is on the meta device, so it has no weights. Load it"):
+    with pytest.raises(ValueError, match=r"The draft is on the meta device, so it has no weights, .* Load it"):
         speculative_generate(target, draft, torch.tensor([[4, 8]]), **GREEDY, max_new_tokens=4)
 
 
@@ -200,3 +207,80 @@ def test_a_draft_in_training_mode_proposes_what_it_proposes_in_evaluation_mode()
     assert torch.equal(drafted.sequences, expected.sequences)
     assert drafted.statistics.committed == expected.statistics.committed
     assert draft.training
+
+
+@pytest.mark.parametrize("ids", [torch.uint8, torch.int16, torch.float32, torch.bool])
+def test_ids_that_no_embedding_takes_are_refused_in_one_line(ids):
+    target = make_target()
+    prompt: Any = torch.tensor([[4, 8, 15]]).to(ids)
+    with pytest.raises(TypeError, match=rf"input_ids has the dtype {ids}, and must have int64 or int32"):
+        speculative_generate(target, make_draft(target), prompt, **GREEDY, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 1], [1, 1, 1]], [[0, 1, 1], [1, 1, 1]]])
+def test_a_mask_of_another_batch_is_refused_in_one_line(mask):
+    target = make_target()
+    with pytest.raises(ValueError, match="has 2 rows and input_ids has 1"):
+        speculative_generate(
+            target, make_draft(target), torch.tensor([[4, 8, 15]]), attention_mask=torch.tensor(mask), **GREEDY
+        )
+
+
+def test_a_target_with_weights_on_the_meta_device_is_refused_in_one_line():
+    target = make_target()
+    draft = make_draft(target)
+    target.model.layers[2].to("meta")
+    with pytest.raises(ValueError, match="target LlamaForCausalLM has weights on the meta device"):
+        speculative_generate(target, draft, torch.tensor([[4, 8]]), **GREEDY, max_new_tokens=4)
+
+
+def test_a_text_decoded_beside_hidden_states_of_the_first_layers_equals_one_alone():
+    target = make_target(num_hidden_layers=6)
+    inputs = ragged_prompts(1, seed=2)
+    plain = target.generate(**inputs, **GREEDY, max_new_tokens=40)
+    draft = make_guessing_draft(target).teach(target, plain, 0.5)
+    ids = torch.randint(1, 96, (2, 40), generator=torch.Generator().manual_seed(0))
+    states = target_hidden_states(target, ids, ids > 0, [0, 1])
+    is_done, wrong = threading.Event(), []
+
+    def compute_states() -> None:
+        while not is_done.is_set():
+            wrong.append(not torch.equal(target_hidden_states(target, ids, ids > 0, [0, 1]), states))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=compute_states)
+    thread.start()
+    try:
+        texts = [
+            speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=40).sequences for _ in range(6)
+        ]
+    finally:
+        is_done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(text, plain) for text in texts)
+    assert len(wrong) > 3
+    assert not any(wrong)
+
+
+@pytest.mark.parametrize("name", PROMPT_LEARNING)
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda target, draft, tokenizer: LocalBackend(target, tokenizer, SamplingParameters(max_new_tokens=4)),
+        lambda target, draft, tokenizer: Diagnosis(target, draft, tokenizer, ["hi"]),
+        lambda target, draft, tokenizer: SuiteEvaluation(target, draft, tokenizer, [], SuiteSettings()),
+        lambda target, draft, tokenizer: next(compare_on_prompts(target, draft, tokenizer, ["hi"])),
+    ],
+    ids=["regenerate", "doctor", "eval", "compare"],
+)
+def test_prompt_learning_is_refused_before_a_command_runs_the_target(start, name):
+    target = make_target(vocab_size=272)
+    draft, tokenizer = make_draft(target), make_tokenizer()
+    wrapped: Any = get_peft_model(target, PROMPT_LEARNING[name])
+    passes: list[int] = []
+    target.register_forward_pre_hook(lambda *_: passes.append(1))
+    with pytest.raises(ValueError, match="is wrapped in prompt learning"):
+        start(wrapped, draft, tokenizer)
+    assert not passes

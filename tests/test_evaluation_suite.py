@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,18 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(values, message
     target = make_target(**VOCABULARY, max_position_embeddings=70)
     with pytest.raises(ValueError, match=message):
         make_evaluation(own, target=target, **values)
+
+
+@pytest.mark.parametrize(("max_new_tokens", "is_refused"), [(8, False), (40, True)])
+def test_responses_that_may_change_the_rotary_angles_are_refused_before_anything_runs(max_new_tokens, is_refused):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target = make_target(**VOCABULARY, max_position_embeddings=32, rope_parameters=rope)
+    draft = make_draft(target, mask_token_id=271, max_position_embeddings=128)
+    target.config.max_position_embeddings = 128
+    target.config.rope_parameters["original_max_position_embeddings"] = 32
+    message = r"target changes its rotary angles \('dynamic'\) after 32. Pass a smaller --max-new-tokens"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        make_evaluation(make_set(["a?"]), target=target, draft=draft, max_new_tokens=max_new_tokens)
 
 
 def test_another_targets_draft_is_refused():

@@ -190,18 +190,17 @@ def test_an_error_in_the_middle_leaves_the_target_as_it_was(target, switch):
 
 def by_number(target):
     """Runs its layers by number, as a decoder from a repository may."""
-    forward = target.model.forward
-
-    def check_and_run(*args, **kwargs):
-        assert target.model.layers[3] is not None
-        return forward(*args, **kwargs)
-
-    target.model.forward = check_and_run
+    target.model.register_forward_pre_hook(lambda decoder, args: decoder.layers[3] and None)
 
 
 def by_depth(target):
     """Scales its embeddings by the number of layers it has at the moment."""
-    target.model.embed_tokens.register_forward_hook(lambda module, args, output: output * len(target.model.layers))
+
+    def embed(decoder, args, kwargs):
+        embeds = decoder.embed_tokens(kwargs.pop("input_ids")) * len(decoder.layers)
+        return args, {**kwargs, "inputs_embeds": embeds}
+
+    target.model.register_forward_pre_hook(embed, with_kwargs=True)
 
 
 @pytest.mark.parametrize("depend", [by_number, by_depth])
@@ -215,6 +214,17 @@ def test_a_decoder_that_needs_all_its_layers_runs_whole(target, depend):
     assert counter.remove()[-5:] == ["0", "1", "2", "3", "head"]
     assert torch.equal(states, expected)
     assert len(target.model.layers) == 4
+
+
+def test_a_forward_that_belongs_to_one_decoder_gives_its_states(target):
+    forward = target.model.forward
+    target.model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # bound to the whole decoder
+    input_ids, valid = make_batch()
+    valid = torch.ones_like(valid)
+    for _ in range(2):
+        assert torch.equal(
+            target_hidden_states(target, input_ids, valid, [0, 2]), whole_pass(target, input_ids, [1, 3])
+        )
 
 
 def spread(target):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_pairs import make_draft, make_target
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from decoding_pairs import make_draft, make_guessing_draft, make_target, ragged_prompts
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments, speculative_generate
 from dflash_hf.target.hidden_states import target_hidden_states
@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": LENGTH, "rotary_dim": 8},
     "codegen": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": LENGTH, "rotary_dim": 8, "n_ctx": LENGTH},
 }  # fmt: skip
+GREEDY = {"do_sample": False, "pad_token_id": 0}
 NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -78,15 +79,53 @@ def test_hidden_states_of_a_longer_text_are_refused_in_one_line():
         target_hidden_states(target, ids, valid, [0, 2])
 
 
+class StopAt(StoppingCriteria):
+    """Ends all sequences at a number of columns, as an end token would."""
+
+    def __init__(self, num_columns: int) -> None:
+        self.num_columns = num_columns
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.num_columns)
+
+
+@pytest.mark.parametrize("how", [{}, {"tree_size": 9}], ids=["chain", "tree"])
+@pytest.mark.parametrize("num_sequences", [1, 3])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_beyond_the_learned_positions_is_refused_before_the_prefill(name):
+def test_the_last_block_of_a_text_that_ends_itself_does_not_run_over_the_learned_positions(name, num_sequences, how):
+    if name == "gpt_neo" and (how or num_sequences > 1):
+        pytest.skip("refused, because the target makes masks of its own")
+    target = make_family(name)
+    inputs = ragged_prompts(num_sequences, seed=1)
+    padding = int((1 - inputs["attention_mask"]).sum(1).min())
+    plain = target.generate(**inputs, **GREEDY, max_length=LENGTH + 1 + padding)
+    draft = make_guessing_draft(target).teach(target, plain, 0.0)
+    for length in range(LENGTH - 3, LENGTH + 2):
+        stop = StoppingCriteriaList([StopAt(length + padding)])
+        drafted = speculative_generate(
+            target, draft, **inputs, **GREEDY, max_new_tokens=10**12, stopping_criteria=stop, **how
+        )
+        assert torch.equal(drafted.sequences, plain[:, : length + padding])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_text_that_runs_over_the_learned_positions_is_stopped_by_name(name):
     target = make_family(name)
     draft, prompt = make_draft(target), torch.tensor([[4, 8, 15]])
-    settings = {"do_sample": False, "pad_token_id": 0}
-    plain = target.generate(prompt, **settings, max_length=LENGTH + 1)
-    assert torch.equal(speculative_generate(target, draft, prompt, **settings, max_length=LENGTH + 1).sequences, plain)
+    plain = target.generate(prompt, **GREEDY, max_length=LENGTH + 1)
+    assert torch.equal(speculative_generate(target, draft, prompt, **GREEDY, max_length=LENGTH + 1).sequences, plain)
+    with pytest.raises((IndexError, RuntimeError)):
+        target.generate(prompt, **GREEDY, max_length=LENGTH + 2)
+    with pytest.raises(ValueError, match=r"has learned 24 positions, .* Pass max_length=25 or less"):
+        speculative_generate(target, draft, prompt, **GREEDY, max_new_tokens=LENGTH)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_beyond_the_learned_positions_is_refused_before_the_prefill(name):
+    target = make_family(name)
+    draft = make_draft(target)
     passes: list[int] = []
     target.register_forward_pre_hook(lambda *_: passes.append(1))
-    with pytest.raises(ValueError, match=r"has learned 24 positions, .* Pass max_length=25 or less"):
-        speculative_generate(target, draft, prompt, **settings, max_new_tokens=LENGTH)
+    with pytest.raises(ValueError, match=r"A prompt has 25 tokens, .* has learned 24 positions. Truncate the prompt"):
+        speculative_generate(target, draft, torch.ones(1, LENGTH + 1, dtype=torch.long), **GREEDY, max_new_tokens=1)
     assert not passes

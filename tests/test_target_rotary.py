@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -110,6 +112,46 @@ def test_a_chat_that_has_crossed_the_length_is_read_again():
     drafted = speculative_generate(target, draft, longer, **GREEDY, max_new_tokens=12, cache=answer.cache)
     inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
     assert count_near_ties(target, inputs, plain, drafted.sequences) == 0
+
+
+@pytest.mark.parametrize("shared", [4, 9])
+def test_a_short_text_does_not_continue_from_the_cache_of_a_text_beyond_the_length(shared):
+    target = make_phi3()
+    generator = torch.Generator().manual_seed(3)
+    long = torch.randint(1, 96, (1, LENGTH + 6), generator=generator)
+    draft = make_guessing_draft(target).teach(target, target.generate(long, **GREEDY, max_new_tokens=8), 0.2)
+    answer = speculative_generate(target, draft, long, **GREEDY, max_new_tokens=8)
+    short = torch.cat([long[:, :shared], torch.randint(1, 96, (1, 3), generator=generator)], dim=1)
+    plain = target.generate(short, **GREEDY, max_length=LENGTH)
+    drafted = speculative_generate(target, draft, short, **GREEDY, max_length=LENGTH, cache=answer.cache)
+    assert torch.equal(drafted.sequences, plain)
+
+
+def test_texts_on_both_sides_of_the_length_are_decoded_in_two_threads_as_alone():
+    target = make_phi3()
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(1, 96, (1, length), generator=generator) for length in (LENGTH + 3, 5)]
+    settings: list[dict[str, Any]] = [{**GREEDY, "max_new_tokens": 30}, {**GREEDY, "max_length": LENGTH}]
+    plain = [target.generate(ids, **how) for ids, how in zip(prompts, settings, strict=True)]
+    drafts = [make_guessing_draft(target).teach(target, text, 0.5) for text in plain]
+    texts: list[list[torch.Tensor]] = [[], []]
+
+    def decode(index: int) -> None:
+        for _ in range((8, 12)[index]):
+            drafted = speculative_generate(target, drafts[index], prompts[index], **settings[index])
+            texts[index].append(drafted.sequences)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=decode, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert [len(each) for each in texts] == [8, 12]
+    for index in range(2):
+        assert all(torch.equal(text, plain[index]) for text in texts[index])
 
 
 @pytest.mark.parametrize("name", TARGETS)

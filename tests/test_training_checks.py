@@ -916,3 +916,12 @@ def test_what_is_no_tokenizer_is_refused_when_the_trainer_is_made(target, tmp_pa
         DFlashTrainer(make_draft(target), target, args, rows_of(target, count=2), processing_class=given)
     with pytest.raises(TypeError, match=words.replace("processing_class", "tokenizer")):
         prepare_row({"prompt": "a", "completion": "b"}, 0, given, max_length=64)
+
+
+@pytest.mark.parametrize("member", ["draft", "target"])
+def test_weights_on_the_meta_device_are_refused_when_the_trainer_is_made(target, tmp_path, member):
+    draft, rows, target = make_draft(target), rows_of(target, count=2), copy.deepcopy(target)
+    {"draft": draft, "target": target.model}[member].layers[1].to("meta")
+    args = DFlashTrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match=f"The {member} has weights on the meta device, which hold no values"):
+        DFlashTrainer(draft, target, args, rows)

@@ -116,7 +116,7 @@ def block_losses(
     supervised = plan.loss_mask
     supervised_rows = plan.sample_rows[:, None].expand_as(supervised)[supervised]
     label_positions = plan.label_positions[supervised]
-    labels = batch.input_ids[supervised_rows, label_positions]
+    labels = batch.input_ids[supervised_rows, label_positions].long()
     target_states = None
     if batch.final_hidden_states is not None:  # the target predicts a token from its state one position earlier
         target_states = batch.final_hidden_states[supervised_rows, label_positions - 1]

@@ -28,6 +28,7 @@ from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
 from ..target.learned_positions import learned_positions
+from ..target.loading import has_weights
 from ..target.rotary import length_dependent_angles
 from ..target.token_ids import check_prompt_ids
 from . import PROPOSALS
@@ -118,11 +119,17 @@ def dflash_decoding(
     draft = local_draft(draft)
     if any(tensor.is_meta for tensor in draft.parameters()):
         raise ValueError(
-            "The draft is on the meta device, so it has no weights. Load it with DFlashDraftModel.from_pretrained, or "
-            "move it with draft.to_empty(device=...) and load its weights."
+            "The draft is on the meta device, so it has no weights, or accelerate has offloaded them. Load it with "
+            "DFlashDraftModel.from_pretrained and no device_map, or move it with draft.to_empty(device=...) and load "
+            "its weights."
         )
     num_padding = _check_call(model, input_ids, generation_config, model_kwargs)
     draft.check_target(model)
+    if not has_weights(model):
+        raise ValueError(
+            f"The target {describe_target(model)} has weights on the meta device, which hold no values. Load it with "
+            "from_pretrained."
+        )
     if proposal not in PROPOSALS:
         raise ValueError(f"proposal={proposal!r} must be one of {', '.join(PROPOSALS)}. Pass one of them.")
     if str(generation_config.cache_implementation).startswith(("offloaded", "quantized")):
@@ -170,8 +177,9 @@ def dflash_decoding(
     given = model_kwargs.pop("cache", None)
     continuation = getattr(given, "continuation", None)
     angles = length_dependent_angles(model.config)
-    if continuation is not None and angles and continuation.read_length <= angles[1] < input_ids.shape[1]:
-        continuation = None  # the cache holds keys with the angles of a shorter text
+    if continuation is not None and angles is not None:
+        is_long = [length > angles[1] for length in (continuation.read_length, input_ids.shape[1])]
+        continuation = continuation if is_long[0] == is_long[1] else None  # its keys have other angles
     num_read = 0 if continuation is None else loop.resume(given, continuation)
     # A cache of a target without attention is never initialised, and has no length to compare.
     if not num_read and getattr(given, "is_initialized", False):
@@ -291,6 +299,10 @@ def _check_call(
         )
     if len(input_ids) == 0:
         raise ValueError("input_ids holds no sequence, and a call needs at least one. Pass a prompt.")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"input_ids has the dtype {input_ids.dtype}, and must have int64 or int32. Pass .long() of it."
+        )
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError(
             "The prompt is empty, or inputs_embeds were given, and decoding with a draft needs the tokens of the "
@@ -301,6 +313,13 @@ def _check_call(
 
     attention_mask = model_kwargs.get("attention_mask")
     text_length = getattr(generation_config, "_mask_length", None)
+    for name in ("attention_mask", "position_ids"):  # a mask of ones alone arrives as positions
+        rows = len(input_ids) if model_kwargs.get(name) is None else model_kwargs[name].shape[-2]
+        if rows != len(input_ids) and (rows, name) != (1, "position_ids"):
+            raise ValueError(
+                f"attention_mask or position_ids has {rows} rows and input_ids has {len(input_ids)}, and each "
+                "sequence needs one. Pass what belongs to these ids."
+            )
     if attention_mask is not None:
         text_length = attention_mask.shape[1]
     if text_length is not None and text_length != input_ids.shape[1]:
@@ -347,12 +366,12 @@ def _check_call(
 def _check_length_of_text(
     model: PreTrainedModel, input_ids: torch.Tensor, num_padding: list[int], max_length: int
 ) -> None:
-    """Refuse a text beyond learned positions, and one in which verified tokens would get other rotary angles."""
-    positions = learned_positions(model)
-    if positions is not None and max_length - min(num_padding) > positions + 1:  # the last token is never read
+    """Refuse a prompt beyond learned positions, and a text in which verified tokens would get other rotary angles."""
+    positions, longest_prompt = learned_positions(model), input_ids.shape[1] - min(num_padding)
+    if positions is not None and longest_prompt > positions:
         raise ValueError(
-            f"The target {describe_target(model)} has learned {positions} positions, and this call may bring a text "
-            f"to {max_length - min(num_padding)} tokens. Pass max_length={positions + 1 + min(num_padding)} or less."
+            f"A prompt has {longest_prompt} tokens, and the target {describe_target(model)} has learned {positions} "
+            f"positions. Truncate the prompt to {positions} tokens."
         )
     angles = length_dependent_angles(model.config)
     if angles is None:

@@ -212,7 +212,7 @@ class DecodingLoop:
         while self.sequences.batch_indices:
             self.scheduler.start_pass()
             self.sequences.reserve()
-            num_sequences, room = len(self.sequences), self.sequences.room
+            num_sequences, room = len(self.sequences), self.target_runner.room
             num_tokens = self.scheduler.choose(num_sequences)
             proposal = self.drafter.propose(self._tree(num_tokens, room))
             watch.lap("draft")

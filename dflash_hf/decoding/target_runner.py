@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel
 
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.learned_positions import learned_positions
+from ..target.rotary import exclusive_angles
 from .drafter import Proposal
 from .kv_cache import RaggedCache
 from .masks import target_masks
@@ -67,6 +70,8 @@ class TargetRunner:
         parameters = inspect.signature(target.forward).parameters
         self.takes_position_ids = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.exclusive_angles = exclusive_angles(target.config)
+        self.learned_positions = learned_positions(target)
         # transformers counts the embedding as hidden state 0, so the output of layer i is hidden state i + 1.
         self.hidden_state_indices = [layer_id + 1 for layer_id in draft.config.target_layer_ids or []]
         self.hidden_state_device = draft.device
@@ -75,6 +80,26 @@ class TargetRunner:
     def num_pending(self) -> list[int]:
         """`list[int]`: number of tokens of each sequence before its anchor that the cache does not hold."""
         return [anchor - read for anchor, read in zip(self.sequences.anchors, self.read_lengths, strict=True)]
+
+    @property
+    def room(self) -> int:
+        """
+        `int`: the largest number of slots that a pass may have, so that each has a position which the target knows.
+
+        Raises:
+            ValueError: a text has reached the end of the target's learned positions.
+        """
+        sequences = self.sequences
+        if self.learned_positions is None:
+            return sequences.room
+        longest = max(map(operator.sub, sequences.lengths, sequences.num_padding))
+        if longest > self.learned_positions:
+            raise ValueError(
+                f"A text has {longest} tokens, and the target {describe_target(self.target)} has learned "
+                f"{self.learned_positions} positions, so that it cannot read on (plain generation ends in an "
+                f"IndexError here). Pass max_length={self.learned_positions + 1 + min(sequences.num_padding)} or less."
+            )
+        return min(sequences.room, self.learned_positions - longest + 1)
 
     def prefill(self, prefill_inputs: list[dict[str, Any]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """
@@ -92,11 +117,12 @@ class TargetRunner:
             start = self.read_lengths[0]
             end = start + inputs["input_ids"].shape[1]
             self.cache.place(start, end)
-            outputs = self.target(
-                **{**inputs, "cache": self.cache, "use_cache": True},
-                output_hidden_states=self.hidden_state_indices,
-                return_dict=True,
-            )
+            with self.exclusive_angles:
+                outputs = self.target(
+                    **{**inputs, "cache": self.cache, "use_cache": True},
+                    output_hidden_states=self.hidden_state_indices,
+                    return_dict=True,
+                )
             hidden_states.append(self._hidden_states(outputs, slice(None)))
             self.read_lengths = [end] * len(self.sequences)
         self.cache.accept_states()
@@ -209,14 +235,15 @@ class TargetRunner:
             inputs["position_ids"] = positions.clamp(max=sequences.max_length - 1) + self.position_offset[..., None]
         if self.takes_logits_to_keep:
             inputs["logits_to_keep"] = num_logits
-        return self.target(
-            input_ids=sequences.tokens.gather(1, columns) if input_ids is None else input_ids,
-            cache=self.cache,
-            use_cache=True,
-            output_hidden_states=self.hidden_state_indices,
-            return_dict=True,
-            **inputs,
-        )
+        with self.exclusive_angles:
+            return self.target(
+                input_ids=sequences.tokens.gather(1, columns) if input_ids is None else input_ids,
+                cache=self.cache,
+                use_cache=True,
+                output_hidden_states=self.hidden_state_indices,
+                return_dict=True,
+                **inputs,
+            )
 
     def _hidden_states(self, outputs: Any, places: Any) -> torch.Tensor:
         """Return the hidden states that the draft reads at some places, concatenated on the last axis."""

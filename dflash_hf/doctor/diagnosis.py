@@ -14,6 +14,7 @@ from ..blocks.metrics import AcceptanceRecord, record_of_counts
 from ..evaluation.timed_generation import Generation, generate_timed
 from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.hidden_states import unwrap_peft
 from .checks import (
     check_activations,
     check_mask_token,
@@ -57,7 +58,7 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokenizer = text_tokenizer(self.tokenizer)
+        self.target, self.tokenizer = unwrap_peft(self.target), text_tokenizer(self.tokenizer)
 
     def run(self, on_check: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
         """

@@ -15,6 +15,7 @@ from ..blocks.metrics import AcceptanceRecord
 from ..data.chat_template import chat_inputs
 from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.hidden_states import unwrap_peft
 from .near_ties import FirstDifference, first_difference
 from .timed_generation import LOOPS, Generation, generate_timed
 
@@ -134,7 +135,7 @@ def compare_on_prompts(
     Yields:
         [`Comparison`], one for each prompt.
     """
-    tokenizer = text_tokenizer(tokenizer)
+    target, tokenizer = unwrap_peft(target), text_tokenizer(tokenizer)
     # Stop strings of a generation config need the tokenizer.
     kwargs = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "tokenizer": tokenizer, **generate_kwargs}
     for index, prompt in enumerate(prompts):

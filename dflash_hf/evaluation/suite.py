@@ -15,6 +15,8 @@ from ..files import digest_number
 from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
+from ..target.hidden_states import unwrap_peft
+from ..target.rotary import length_dependent_angles
 from ..target.token_ids import check_prompt_ids
 from .prompt_sets import PromptSet
 from .response_pairs import ResponsePair, Setting
@@ -79,7 +81,7 @@ class SuiteEvaluation:
         sets: Sequence[PromptSet],
         settings: SuiteSettings,
     ) -> None:
-        draft = local_draft(draft)
+        draft, target = local_draft(draft), unwrap_peft(target)
         draft.check_target(target)
         tokenizer = text_tokenizer(tokenizer)
         self.target, self.draft, self.tokenizer, self.settings = target, draft, tokenizer, settings
@@ -284,17 +286,20 @@ class SuiteEvaluation:
         known = {name: length for name, length in longest.items() if length is not None}
         if not known:
             return
-        member = min(known, key=lambda name: known[name])
+        member, angles = min(known, key=lambda name: known[name]), length_dependent_angles(self.target.config)
         for name, prompt_set in self.sets.items():
             for number, conversation in enumerate(prompt_set.conversations):
                 num_turns = len(conversation.turns)
                 for thinking in self.thinking:
                     prompt = len(self._prompt(name, number, ["-"] * (num_turns - 1), thinking))
-                    if prompt + num_turns * self.settings.max_new_tokens > known[member]:
+                    limit, why = known[member], f"the {member} reads at most"
+                    if angles is not None and angles[1] < limit and (angles[0] == "dynamic" or prompt <= angles[1]):
+                        limit, why = angles[1], f"the target changes its rotary angles ({angles[0]!r}) after"
+                    if prompt + num_turns * self.settings.max_new_tokens > limit:
                         raise ValueError(
                             f"Prompt {number + 1} of {name!r} has {prompt} tokens and may get {num_turns} responses "
-                            f"of {self.settings.max_new_tokens} tokens, but the {member} reads at most "
-                            f"{known[member]}. Pass a smaller --max-new-tokens, or remove the prompt."
+                            f"of {self.settings.max_new_tokens} tokens, but {why} {limit}. Pass a smaller "
+                            "--max-new-tokens, or remove the prompt."
                         )
 
 

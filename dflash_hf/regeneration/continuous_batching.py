@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from ..decoding.gqa_attention import MASKED_ATTENTION
 from ..decoding.kv_cache import ATTENTION_TYPES
 from ..decoding.masks import target_masks
+from ..target.rotary import exclusive_angles
 from .sampling import Prompt, RandomNumbers, TokenSelection, sample_tokens
 
 GROWTH_COLUMNS = 256
@@ -226,6 +227,7 @@ class ContinuousBatcher:
     def __init__(self, target: PreTrainedModel, selection: TokenSelection, batch_size: int) -> None:
         self.target, self.selection, self.batch_size = target, selection, batch_size
         self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(target.forward).parameters
+        self.exclusive_angles = exclusive_angles(target.config)
         self.sequences: list[_Sequence] = []  # by batch index
         self._start()
 
@@ -300,15 +302,16 @@ class ContinuousBatcher:
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:
         options = {"logits_to_keep": 1} if self.takes_logits_to_keep else {}
-        outputs: Any = self.target(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=mask,
-            cache=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **options,
-        )
+        with self.exclusive_angles:
+            outputs: Any = self.target(
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=mask,
+                cache=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **options,
+            )
         return outputs.logits[:, -1]
 
     def _decode(self) -> list[tuple[Prompt, list[int]]]:

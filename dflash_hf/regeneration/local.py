@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..data.chat_template import ChatRenderer, ChatTemplateError
 from ..model.configuration_dflash import describe_target
+from ..target.hidden_states import unwrap_peft
 from ..target.rotary import length_dependent_angles
 from ..target.token_ids import check_prompt_ids
 from .continuous_batching import ContinuousBatcher, continuous_batching_obstacle
@@ -115,8 +116,9 @@ class LocalBackend:
             whose layers all have full or sliding-window attention, with the SDPA or eager implementation.
 
     Raises:
-        ValueError: the batch size is not positive; the tokenizer has no chat template; the target's generation config
-            asks for more than greedy decoding or sampling; or `continuous_batching=True` is not possible.
+        ValueError: the batch size is not positive; the tokenizer has no chat template; the target is wrapped in prompt
+            learning; its generation config asks for more than greedy decoding or sampling; or
+            `continuous_batching=True` is not possible.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class LocalBackend:
                 f"The tokenizer {tokenizer.name_or_path!r} has no chat template, which is needed to render messages. "
                 "Set tokenizer.chat_template, or use the tokenizer of a chat model."
             )
+        target = unwrap_peft(target)
         self.target, self.tokenizer, self.sampling, self.batch_size = target, tokenizer, sampling, batch_size
         self.selection = TokenSelection(target, tokenizer, sampling)
         obstacle = continuous_batching_obstacle(target, self.selection)

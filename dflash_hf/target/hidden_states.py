@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,16 +16,13 @@ from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target
 from .learned_positions import check_length, learned_positions
-from .rotary import length_dependent_angles
+from .rotary import exclusive_angles, length_dependent_angles
 
 logger = logging.get_logger(__name__)
 
 PROBE_TOKENS = 8
 # For each decoder: whether a pass of (number of layers, with final state) equals one of the whole target.
 _short_pass_is_exact: WeakKeyDictionary[nn.Module, dict[tuple[int, bool], bool]] = WeakKeyDictionary()
-
-# A pass may truncate the decoder for its time, which a pass in another thread must not see.
-_truncation_lock = threading.RLock()
 
 
 def unwrap_peft(target: Any) -> PreTrainedModel:
@@ -168,7 +164,7 @@ def _context(
     target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
 ) -> torch.Tensor:
     """Return the states of the layers, concatenated, on the device of the ids."""
-    with _truncation_lock:
+    with exclusive_angles(target.config):
         states = _states_of_text(target, input_ids.to(target.device), layer_ids, include_final_state)
     return torch.cat([state.to(input_ids.device) for state in states], dim=-1)
 
@@ -283,22 +279,28 @@ def _is_managed(target: PreTrainedModel) -> bool:
     ) or any(hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") for parameter in target.parameters())
 
 
-@contextmanager
-def _first_layers(stack: _Stack, num_layers: int) -> Iterator[None]:
-    """Truncate the decoder to its first layers; the state of the last of them is the one before the final norm."""
-    config = stack.decoder.config
-    was_set = "tie_last_hidden_states" in vars(config)
-    before = getattr(config, "tie_last_hidden_states", None)
-    try:
-        config.tie_last_hidden_states = False
-        setattr(stack.decoder, stack.name, stack.layers[:num_layers])
-        yield
-    finally:
-        setattr(stack.decoder, stack.name, stack.layers)
-        if was_set:
-            config.tie_last_hidden_states = before
-        else:
-            del config.tie_last_hidden_states
+def _first_layers(stack: _Stack, num_layers: int) -> nn.Module:
+    """
+    Return a body whose decoder has the first layers only, and keeps the state of the last of them before the norm.
+
+    It shares all layers and weights with the target, which does not change: another thread may be running it.
+    """
+    names = next(name for name, module in stack.body.named_modules() if module is stack.decoder).split(".")
+    body = parent = decoder = _shell(stack.body)
+    for name in filter(None, names):
+        parent, decoder = decoder, _shell(getattr(decoder, name))
+        parent._modules[name] = decoder
+    decoder.config = copy.copy(stack.decoder.config)
+    decoder.config.tie_last_hidden_states = False
+    decoder._modules[stack.name] = stack.layers[:num_layers]
+    return body
+
+
+def _shell(module: Any) -> Any:
+    """Return a module with the same attributes and submodules, whose own attributes can be replaced."""
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules)
+    return shell
 
 
 def _short_pass(
@@ -310,8 +312,7 @@ def _short_pass(
     if include_final_state or num_layers == len(stack.layers):
         outputs = stack.body(**inputs)
     else:
-        with _first_layers(stack, num_layers):
-            outputs = stack.body(**inputs)
+        outputs = _first_layers(stack, num_layers)(**inputs)
     states = [outputs.hidden_states[layer_id + 1] for layer_id in layer_ids]
     return [*states, outputs.last_hidden_state] if include_final_state else states
 

@@ -123,6 +123,20 @@ def load_target(
     return target, tokenizer
 
 
+def has_weights(target: PreTrainedModel) -> bool:
+    """
+    Return whether every weight of a target exists, in memory or where accelerate loads it from.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+
+    Returns:
+        `bool`: `False` if a weight was left on the meta device.
+    """
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in target.modules())
+    return is_offloaded or not any(tensor.is_meta for tensor in target.parameters())
+
+
 def load_target_config(name: str) -> PreTrainedConfig:
     """
     Load the configuration of a target, without its weights.

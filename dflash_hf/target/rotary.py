@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -9,6 +11,9 @@ from transformers import PreTrainedConfig
 # In transformers 5.24 these types set the angles of a pass by its greatest position: "dynamic" at every token beyond
 # the original length, "longrope" once.
 LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
+
+# The modules of such a target keep the angles of the pass that runs, so its passes must not run at the same time.
+_one_pass_at_a_time = threading.RLock()
 
 
 def length_dependent_angles(config: PreTrainedConfig) -> tuple[str, int] | None:
@@ -33,3 +38,16 @@ def length_dependent_angles(config: PreTrainedConfig) -> tuple[str, int] | None:
         if kind in LENGTH_DEPENDENT_TYPES:
             found.append((kind, length or text_config.max_position_embeddings))
     return min(found, key=lambda item: (item[0], item[1])) if found else None
+
+
+def exclusive_angles(config: PreTrainedConfig) -> AbstractContextManager[Any]:
+    """
+    Return a context for forward passes, in which no pass of another thread changes the rotary angles of a target.
+
+    Args:
+        config (`PreTrainedConfig`): the configuration of the target.
+
+    Returns:
+        `AbstractContextManager`: it can be entered again and again; where angles are constant it does nothing.
+    """
+    return nullcontext() if length_dependent_angles(config) is None else _one_pass_at_a_time

@@ -18,20 +18,28 @@ from transformers.utils import logging
 
 from ..model.configuration_dflash import DFlashConfig, describe_target
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.loading import has_weights
 from .arguments import DFlashTrainingArguments
 
 
 def check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, target: PreTrainedModel) -> None:
     """
-    Refuse distributed layouts that would give wrong results or that the draft does not support.
+    Refuse models without weights, and distributed layouts that would give wrong results or that are not supported.
 
     Args:
         args ([`DFlashTrainingArguments`]): arguments of the run; changed to one GPU if the others hold the target.
         draft ([`DFlashDraftModel`]), target (`PreTrainedModel`): the pair.
 
     Raises:
-        ValueError: the layout is not supported; the message names it and the alternative.
+        ValueError: weights are missing, or the layout is not supported; the message names it and the alternative.
     """
+    if args.world_size == 1:  # FSDP loads the weights in one of its processes and leaves those of the others
+        for name, model in (("draft", draft), ("target", target)):
+            if not has_weights(model):
+                raise ValueError(
+                    f"The {name} has weights on the meta device, which hold no values. Load it with from_pretrained, "
+                    "or a new draft with from_target outside of torch.device('meta')."
+                )
     if args.n_gpu > 1:
         if len(set((getattr(target, "hf_device_map", None) or {}).values())) > 1:
             args._n_gpu = 1  # the other devices hold the target
