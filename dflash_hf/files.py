@@ -282,8 +282,8 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error.msg}). Restore it, or name another folder.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}). Restore it, or name another folder.") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{path} is not a JSON object. Restore it, or name another folder.")
     return settings

@@ -267,6 +267,19 @@ def test_texts_that_look_like_json_stay_prompts():
     assert conversation_of_row({"turns": '["Hi", "More?"]'}).turns == [[HI], [MORE]]
 
 
+@pytest.mark.parametrize("text", ["[" + "1" * 5000 + "]", "[" * 100_000], ids=["digits", "depth"])
+def test_json_that_python_cannot_read_is_a_prompt_or_drops_its_row(text):
+    """Python reads no integer of more than 4,300 digits, and raises another error than for text that is not JSON."""
+    assert parse_row({"prompt": text, "completion": text}) == {"prompt": text, "completion": text}
+    for name in ("prompt", "text"):
+        assert conversation_of_row({name: text}).turns == [[{"role": "user", "content": text}]]
+    for row in ({"messages": text}, {**CHAT, "tools": text}, {**CHAT, "chat_template_kwargs": text}):
+        with pytest.raises(UnreadableRowError, match=r"is the text '\[.*, which is not JSON"):
+            parse_row(row)
+    with pytest.raises(ValueError, match="input_ids must be a flat list"):
+        read_row({"input_ids": text}, None)
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

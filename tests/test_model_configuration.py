@@ -111,6 +111,19 @@ def test_both_spellings_of_rope_are_one_value():
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters has no 'factor', which rope_type='yarn' needs"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'factor'.=0 must be from 1e-06"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "'rope_type'.=.'yarn'. must be one of"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": [8.0]}}, r"'factor'.=\[8.0\] must be a number"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": [1.0],
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            r"'low_freq_factor'.=\[1.0\] must be a number",
+        ),
         ({"rope_scaling": 3}, "rope_scaling=3 must be dict"),
         ({"target_layer_ids": list(range(10**5))}, "shortened.*from 0 to 35"),
         ({"num_attention_heads": 2**20, "head_dim": 2**20}, "num_attention_heads=1048576 times head_dim"),
@@ -456,6 +469,34 @@ def test_the_configuration_of_a_saved_draft_makes_a_new_draft_of_its_shape(draft
     for source in (tmp_path, tmp_path / "config.json", draft.config, draft.config.to_dict()):
         config = DFlashConfig.from_target(target, config=source)
         assert (config.num_hidden_layers, config.block_size, config.mask_token_id) == (2, 4, 96)
+
+
+def test_a_new_draft_does_not_bear_the_name_of_the_target_of_the_draft_whose_shape_it_has(draft, tmp_path):
+    """Two targets of one size have drafts of one shape, but each draft is tied to its own target by name."""
+    draft.config.target_name_or_path, draft.config.target_revision = "org/other", "v1"
+    draft.config.target_tensor_checksums = {"lm_head.weight": "float32 97x32 " + "0" * 64}
+    draft.save_pretrained(tmp_path)
+    target = make_target()
+    target.config.name_or_path = "org/this"
+    for source in (tmp_path, tmp_path / "config.json", draft.config, draft.config.to_dict()):
+        config = DFlashConfig.from_target(target, config=source)
+        assert (config.target_name_or_path, config.target_revision) == ("org/this", None)
+        assert config.target_tensor_checksums is None
+    named = DFlashConfig.from_target(target, config={**SEED, "target_name_or_path": "org/that"})
+    assert named.target_name_or_path == "org/that"
+
+
+@pytest.mark.parametrize("count", [0, -1, "2", True, 2.0])
+def test_a_number_of_target_layers_that_is_none_is_refused_and_not_replaced_by_five(count):
+    for arguments in ({"num_target_layers": count}, {"config": {"num_target_layers": count}}):
+        with pytest.raises(ValueError, match=f"num_target_layers={count!r} must be int and at least 1"):
+            DFlashConfig.from_target(make_target(), mask_token_id=96, **arguments)
+
+
+@pytest.mark.parametrize("target", [None, 5, Path("folder"), {"hidden_size": 32}])
+def test_what_is_no_target_is_refused_by_name(target):
+    with pytest.raises(TypeError, match="target=.* must be a Hub name, a folder as a str"):
+        DFlashConfig.from_target(target, mask_token_id=96)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def parse_fields(settings: list[str] | None) -> dict[str, Any]:
             )
         try:
             values[name] = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             values[name] = text
     return values
 

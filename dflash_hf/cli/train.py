@@ -154,7 +154,7 @@ def _read_argument_file(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8")
     try:
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"The argument file {path} cannot be parsed: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"The argument file {path} must hold names and values, not {type(values).__name__}.")

@@ -393,7 +393,7 @@ def _parsed_arguments(arguments: Any) -> Any:
         return arguments
     try:
         parsed = json.loads(arguments) if arguments.strip() else {}
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise ChatTemplateError(

@@ -197,7 +197,7 @@ def as_messages(text: str) -> list[Any] | None:
         return None
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     is_messages = isinstance(value, list) and all(
         isinstance(entry, Mapping) and ("role" in entry or "from" in entry) for entry in value
@@ -343,7 +343,7 @@ def _json(name: str, value: Any) -> Any:
         return None
     try:
         return without_lone_surrogates(json.loads(value))
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise UnreadableRowError(
             f"The row's {name} is the text {short(value)}, which is not JSON. Correct the text."
         ) from None

@@ -111,7 +111,7 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
         return None
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(report, dict) or not {"settings", "rows"} <= set(report):
         return None

@@ -120,7 +120,7 @@ def _listed(name: str, text: str) -> Sequence[Any]:
         try:
             turns: list[Any] = json.loads(text)
             return turns
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return [text]
     return as_messages(text) or [text]
 
@@ -218,9 +218,9 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
 def _first_words(path: str | Path, number: int, line: str) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path}, line {number} is not JSON ({error.msg}). Write one JSON object on each line."
+            f"{path}, line {number} is not JSON ({error}). Write one JSON object on each line."
         ) from error
     if not isinstance(row, dict):
         raise ValueError(f"{path}, line {number}: {line[:40]} is not a JSON object. Write one on each line.")

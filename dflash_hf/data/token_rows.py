@@ -85,7 +85,7 @@ def _values(name: str, values: Any) -> list[Any]:
     if isinstance(values, str):
         try:
             values = json.loads(values)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             values = None
     elif hasattr(values, "tolist"):
         values = values.tolist()

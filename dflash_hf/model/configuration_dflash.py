@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin
 
@@ -41,6 +41,8 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
+# Beginnings of the names of lists, which the types above ignore.
+LISTS_OF_OTHER_ROPE_TYPES = ("long_", "short_", "mrope_")
 # Larger than in any model. The limits keep a damaged or hostile file from allocating all memory.
 MAX_SIZE, MAX_LAYERS, MAX_BLOCK_SIZE, MAX_ROPE_THETA = 2**26, 2**10, 2**10, 1e15
 # The smallest and the largest value of an integer field. Token ids begin at 0 and all other fields at 1.
@@ -68,6 +70,8 @@ DRAFT_ONLY = {
     "target_layer_ids",
     "target_num_hidden_layers",
 }
+# The values of a saved draft that hold for its own target alone, even if another target has the same sizes.
+FIELDS_OF_ONE_TARGET = ("target_name_or_path", "target_revision", "target_tensor_checksums")
 # Values that transformers keeps beside the fields of a configuration.
 BASE_FIELDS: dict[str, tuple[type, ...]] = {
     "architectures": (list, NoneType),
@@ -470,7 +474,8 @@ class DFlashConfig(PreTrainedConfig):
             **hub_kwargs: `token`, `cache_dir`, `local_files_only`.
 
         Returns:
-            `dict`: the fields whose value is not `None`.
+            `dict`: the fields whose value is not `None`. Name and checksums of the target of a saved draft are left
+            out, since a new draft may have another target.
 
         Raises:
             ValueError: A field is unknown, or the file does not hold the fields of a draft.
@@ -482,9 +487,12 @@ class DFlashConfig(PreTrainedConfig):
                 config = _read_json_object(config)
             else:
                 config, _ = PreTrainedConfig.get_config_dict(config, **hub_kwargs)
+        left_out: Collection[str] = ()
         if isinstance(config, DFlashConfig):
             config = config.to_dict()
-        elif isinstance(config, Mapping) and config.get("model_type") in (None, cls.model_type):
+        if isinstance(config, Mapping) and config.get("model_type") is not None:
+            left_out = FIELDS_OF_ONE_TARGET
+        if isinstance(config, Mapping) and config.get("model_type") in (None, cls.model_type):
             check_field_names(config)
         elif isinstance(config, Mapping):
             config = cls._translated(dict(config), {})
@@ -493,7 +501,8 @@ class DFlashConfig(PreTrainedConfig):
                 f"config={brief(config)} must be a file, a folder, a Hub name, a dictionary or a DFlashConfig. Pass "
                 "one of them."
             )
-        return {name: config[name] for name in cls.field_names() & config.keys() if config[name] is not None}
+        names = (cls.field_names() & config.keys()) - {*left_out}
+        return {name: config[name] for name in names if config[name] is not None}
 
     @classmethod
     def from_target(
@@ -551,15 +560,9 @@ class DFlashConfig(PreTrainedConfig):
         """
         hub = {"revision": target_revision, "token": token, "cache_dir": cache_dir}
         hub["local_files_only"] = local_files_only
-        model = None if isinstance(target, (str, PreTrainedConfig)) else target
-        if isinstance(target, str):
-            target_config = AutoConfig.from_pretrained(target, **hub)
-        else:
-            target_config = target if isinstance(target, PreTrainedConfig) else target.config
-        name = describe_target(target)
-        text = target_config.get_text_config(decoder=True)
+        target_config = _config_of_target(target, hub)
+        name, text = describe_target(target), target_config.get_text_config(decoder=True)
         _refuse_unsuitable_target(name, target_config, text)
-
         arguments = {
             "num_hidden_layers": num_hidden_layers,
             "num_target_layers": num_target_layers,
@@ -568,64 +571,40 @@ class DFlashConfig(PreTrainedConfig):
             "target_revision": target_revision,
             **overrides,
         }
-        if arguments.get("target_layer_ids") is not None:
-            arguments["num_target_layers"] = None
-        given = {} if config is None else cls.read_fields(config, **{**hub, "revision": None})
-        for together in ({"rope_theta", "rope_parameters"}, {"num_target_layers", "target_layer_ids"}):
-            if any(arguments.get(field) is not None for field in together):
-                given = {field: value for field, value in given.items() if field not in together}
-        given |= {field: value for field, value in arguments.items() if value is not None}
-
+        given = _merge_fields(
+            {} if config is None else cls.read_fields(config, **{**hub, "revision": None}),
+            {field: value for field, value in arguments.items() if value is not None},
+        )
+        model = None if isinstance(target, (str, PreTrainedConfig)) else target
         embedding: Any = None if model is None else model.get_input_embeddings()
         num_embeddings = (None if embedding is None else num_embedding_rows(embedding)) or text.vocab_size
-        depth = text.num_hidden_layers
-        facts = {
-            "vocab_size": num_embeddings,
-            "hidden_size": text.hidden_size,
-            "target_hidden_size": text.hidden_size,
-            "target_num_hidden_layers": depth,
-        }
-        for field, fact in facts.items():
-            if given.get(field, fact) != fact:
-                raise ValueError(
-                    f"{field}={brief(given[field])} contradicts the target {name}, where it is {fact}. Leave {field} "
-                    "out, or pass another target."
-                )
         values: dict[str, Any] = {
-            **facts,
-            "max_position_embeddings": cls.max_position_embeddings,
-            "num_hidden_layers": 5,
-            "block_size": 16,
+            **_fixed_values(name, text, num_embeddings, given),
+            **_plain_values(text),
             "target_name_or_path": target if isinstance(target, str) else (target_config.name_or_path or None),
         }
-        positions = getattr(text, "max_position_embeddings", None)
-        if isinstance(positions, int) and positions > 0:  # XLNet has -1 there.
-            values["max_position_embeddings"] = min(positions, MAX_SIZE)
-        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            token_id = getattr(text, field, None)
-            values[field] = None if isinstance(token_id, int) and token_id < 0 else token_id  # -1 means none.
-        if given.get("target_layer_ids") is None:
-            count = given.pop("num_target_layers", None) or 5
-            values["target_layer_ids"] = default_target_layer_ids(depth, min(count, max(depth - 1, 1)))
+        if "target_layer_ids" not in given:
+            values["target_layer_ids"] = _layer_ids_of_depth(given.pop("num_target_layers", 5), text.num_hidden_layers)
         values |= _TargetGeometry(name, text, given.get("layer_types")).values(given, cls.default_theta)
         values |= given
 
         reason, tokenizer = "given", text_tokenizer(tokenizer)
         if "mask_token_id" not in values:
+            name_or_path = values["target_name_or_path"]
             if tokenizer is None:
-                if not values["target_name_or_path"]:
+                if not name_or_path:
                     raise ValueError(
                         "The target was built in memory and names no tokenizer, from which the mask token is chosen. "
                         "Pass tokenizer= or mask_token_id=."
                     )
-                tokenizer = AutoTokenizer.from_pretrained(values["target_name_or_path"], **hub)
+                tokenizer = AutoTokenizer.from_pretrained(name_or_path, **hub)
             excluded = {*_token_ids(target_config), *_token_ids(text)}
-            excluded |= set(_token_ids(_generation_config(model, values["target_name_or_path"], hub)))
+            excluded |= set(_token_ids(_generation_config(model, name_or_path, hub)))
             values["mask_token_id"], reason = choose_mask_token_id(tokenizer, num_embeddings, excluded)
         draft_config = cls(**values)
         logger.warning_advice(
             f"DFlashConfig for {name}: {draft_config.num_hidden_layers} draft layers, block "
-            f"{draft_config.block_size}, target layers {draft_config.target_layer_ids} of {depth}, "
+            f"{draft_config.block_size}, target layers {draft_config.target_layer_ids} of {text.num_hidden_layers}, "
             f"mask token {draft_config.mask_token_id} ({reason})."
         )
         return draft_config
@@ -863,6 +842,68 @@ def residual_streams(text_config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _config_of_target(target: Any, hub: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the configuration of a target that is given by name, as a live model or as a configuration."""
+    if isinstance(target, str):
+        return AutoConfig.from_pretrained(target, **hub)
+    config = getattr(target, "config", target)
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(
+            f"target={brief(target)} must be a Hub name, a folder as a str, a model of transformers or its "
+            "configuration. Pass one of them."
+        )
+    return config
+
+
+def _merge_fields(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a file with the arguments, which also replace other fields of the same meaning."""
+    if "target_layer_ids" in arguments:
+        arguments = {field: value for field, value in arguments.items() if field != "num_target_layers"}
+    replaced = {
+        field
+        for same in ({"rope_theta", "rope_parameters"}, {"num_target_layers", "target_layer_ids"})
+        if same & arguments.keys()
+        for field in same
+    }
+    return {field: value for field, value in given.items() if field not in replaced} | dict(arguments)
+
+
+def _fixed_values(name: str, text: PreTrainedConfig, num_embeddings: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that only the target decides, and refuse other values of them."""
+    facts = {
+        "vocab_size": num_embeddings,
+        "hidden_size": text.hidden_size,
+        "target_hidden_size": text.hidden_size,
+        "target_num_hidden_layers": text.num_hidden_layers,
+    }
+    for field, fact in facts.items():
+        if given.get(field, fact) != fact:
+            raise ValueError(
+                f"{field}={brief(given[field])} contradicts the target {name}, where it is {fact}. Leave {field} "
+                "out, or pass another target."
+            )
+    return facts
+
+
+def _plain_values(text: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields that a new draft takes over from the target where it defines them."""
+    values: dict[str, Any] = {}
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:  # XLNet has -1 there.
+        values["max_position_embeddings"] = min(positions, MAX_SIZE)
+    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token_id = getattr(text, field, None)
+        values[field] = None if isinstance(token_id, int) and token_id < 0 else token_id  # -1 means none.
+    return values
+
+
+def _layer_ids_of_depth(count: Any, depth: int) -> list[int]:
+    """Return evenly spread layers of a target: as many as wanted, or all but the last if there are fewer."""
+    if type(count) is not int or count < 1:
+        raise ValueError(f"num_target_layers={brief(count)} must be int and at least 1. Change the value.")
+    return default_target_layer_ids(depth, min(count, max(depth - 1, 1)))
+
+
 def _refuse_unsuitable_target(name: str, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     """Raise a `ValueError` for a target for which no draft can be made."""
     if getattr(config, "is_encoder_decoder", False):
@@ -1017,12 +1058,9 @@ def _check_rope(rope: Mapping[str, Any]) -> None:
     for name, value in rope.items():
         if name in ("rope_type", "rope_theta") or value is None or (name == "truncate" and isinstance(value, bool)):
             continue
-        numbers = value if isinstance(value, list) else [value]
-        if not numbers or any(isinstance(number, bool) or not isinstance(number, (int, float)) for number in numbers):
-            raise ValueError(
-                f"rope_parameters[{brief(name)}]={brief(value)} must be a number or a list of numbers. Change the "
-                "value."
-            )
+        numbers = value if isinstance(value, list) and name.startswith(LISTS_OF_OTHER_ROPE_TYPES) else [value]
+        if any(isinstance(number, bool) or not isinstance(number, (int, float)) for number in numbers):
+            raise ValueError(f"rope_parameters[{brief(name)}]={brief(value)} must be a number. Change the value.")
         least = 0 if name.startswith("mscale") else 1e-6
         if not all(least <= number <= MAX_ROPE_THETA for number in numbers):
             raise ValueError(
@@ -1048,7 +1086,7 @@ def _generation_config(model: Any, name_or_path: str | None, hub: Mapping[str, A
 
 def _token_ids(config: Any) -> Iterator[int]:
     """Yield the ids of tokens with a use of their own that a model or generation configuration names."""
-    for name, value in vars(config or object).items():
+    for name, value in vars(config).items() if config is not None else ():
         if re.search(r"_token_(id|ids|index)$", name) and name not in ("mask_token_id", "unk_token_id"):
             yield from (
                 token_id
