@@ -495,7 +495,7 @@ def test_a_number_of_target_layers_that_is_none_is_refused_and_not_replaced_by_f
 
 @pytest.mark.parametrize("target", [None, 5, Path("folder"), {"hidden_size": 32}])
 def test_what_is_no_target_is_refused_by_name(target):
-    with pytest.raises(TypeError, match="target=.* must be a Hub name, a folder as a str"):
+    with pytest.raises(TypeError, match=r"target=.* must be a Hub name, a folder as a str"):
         DFlashConfig.from_target(target, mask_token_id=96)
 
 

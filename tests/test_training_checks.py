@@ -457,6 +457,25 @@ def test_a_shard_of_the_weights_that_is_missing_is_named(run_copy):
     assert "model-00002-of-00002.safetensors is missing" in str(damage(folder))
 
 
+def test_an_index_that_names_files_of_its_own_is_read_by_these_names(run_copy):
+    folder = run_copy / "checkpoint-2"
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": "x.safetensors"}}))
+    assert "x.safetensors is missing" in str(damage(folder))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize(
+    ("state", "words"), [([1], "it holds a list"), ({"state": torch.nn.ReLU()}, "of other classes")]
+)
+def test_a_file_without_a_state_of_plain_values_is_refused_by_name(run_copy, name, state, words):
+    torch.save(state, run_copy / "checkpoint-2" / name)
+    trainer = make_trainer(make_target(), run_copy.parent, **SAVED)
+    with pytest.raises(ValueError, match=rf"{name}' cannot be read as a state of tensors.*{words}") as caught:
+        trainer.train(resume_from_checkpoint=str(run_copy / "checkpoint-2"))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_its_type_and_other_tensors_by_name(run_copy, tmp_path):
     folder = run_copy / "checkpoint-2"
     tensors = load_file(folder / "model.safetensors")

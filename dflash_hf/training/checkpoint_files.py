@@ -132,8 +132,8 @@ def damaged_weights(folder: str | Path) -> str | None:
     try:
         tensor_shapes(folder)
     except OSError as error:
-        name = re.findall(r"model[\w-]*\.safetensors(?:\.index\.json)?", str(error))[-1]
-        return f"{name} is missing, truncated or damaged ({error})"
+        names = re.findall(r"[\w-]+\.safetensors(?:\.index\.json)?", str(error))
+        return f"{names[-1] if names else 'the index of the weights'} is missing, truncated or damaged ({error})"
     return None
 
 

@@ -306,16 +306,16 @@ class OptimizerValues:
             folder (`str` or `Path`): the checkpoint. Nothing is checked if its optimizer is saved in another form.
 
         Raises:
-            ValueError: the groups have other numbers of parameters, or lack a value.
+            ValueError: the file holds no such state, or its groups have other numbers of parameters or lack a value.
         """
         path = Path(folder) / OPTIMIZER
         if not path.is_file():
             return
         advice = "Resume with the optimizer of the checkpoint, or train without resume_from_checkpoint."
         try:
-            groups = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["param_groups"]
+            groups = _saved_state(path)["param_groups"]
             sizes = [len(group["params"]) for group in groups]
-        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{str(path)!r} is not the state of an optimizer ({error}). {advice}") from error
         if sizes != self.sizes:
             raise ValueError(
@@ -396,13 +396,12 @@ class SchedulerValues:
             folder (`str` or `Path`): the checkpoint. Nothing is checked if it holds no state of a scheduler.
 
         Raises:
-            ValueError: the state lacks an argument of the scheduler.
+            ValueError: the file holds no such state, or one that lacks an argument of the scheduler.
         """
         path = Path(folder) / SCHEDULER
         if not path.is_file():
             return
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        lacking = sorted(self.values.keys() - state.keys())
+        lacking = sorted(self.values.keys() - _saved_state(path).keys())
         if lacking:
             raise ValueError(
                 f"{str(path)!r} is the state of another scheduler: it has no {', '.join(lacking)}, which "
@@ -413,6 +412,24 @@ class SchedulerValues:
     def restore(self) -> None:
         """Set the arguments of this run again after a state was loaded."""
         vars(self.scheduler).update(self.values)
+
+
+def _saved_state(path: Path) -> dict[str, Any]:
+    """Return the state in a file that torch.save wrote, of which nothing but tensors and plain values is read."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        reason = "it holds objects of other classes"
+    except (RuntimeError, EOFError) as error:
+        reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
+    else:
+        if isinstance(state, dict):
+            return state
+        reason = f"it holds a {type(state).__name__}"
+    raise ValueError(
+        f"{str(path)!r} cannot be read as a state of tensors and plain values ({reason}). Resume from another "
+        "checkpoint, or train without resume_from_checkpoint."
+    )
 
 
 def _in_names_of_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
