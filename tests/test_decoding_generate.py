@@ -43,6 +43,7 @@ PROMPT = {"input_ids": torch.tensor([[4, 8, 15]]), "attention_mask": torch.ones(
         ({"block_size": 0}, "block_size=0 must be 'auto' or a number from 1 to 4"),
         ({"block_size": 5}, "block_size=5 must be 'auto' or a number from 1 to 4"),
         ({"block_size": "many"}, "block_size='many' must be 'auto' or a number from 1 to 4"),
+        ({"block_size": True}, "block_size=True must be 'auto' or a number from 1 to 4"),
         ({"proposal": "best"}, "proposal='best' must be one of argmax, sample"),
         (
             {"attention_mask": torch.tensor([[1, 1, 0]])},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +16,21 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
-from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
-from ..target.learned_positions import learned_positions
 from ..target.loading import has_weights
 from ..target.rotary import length_dependent_angles
-from ..target.token_ids import check_prompt_ids
 from . import PROPOSALS
+from .call_checks import check_cache_holds_less, check_call, check_length_of_text, tree_obstacle, usable_draft
 from .draft_length import AdaptiveDraftLength, DraftLengthScheduler, FixedDraftLength, latency_model_of
-from .gqa_attention import MASKED_ATTENTION
-from .kv_cache import RECURRENT_TYPES, RaggedCache, check_cache_continuation
+from .kv_cache import check_cache_continuation
 from .logits_processing import BlockLogitsProcessor
-from .loop import DecodingLoop, VerifyPass
+from .loop import Continuation, DecodingLoop, VerifyPass
 from .statistics import DecodingStatistics
 from .stopping_criteria import BlockStoppingCriteria
 
@@ -111,19 +105,8 @@ def dflash_decoding(
     Source: section "speculative decoding" of DFlash (arXiv 2602.06036). Two things differ: the draft proposes its best
     tokens when sampling, too, and each sequence of a batch advances by its own number of tokens.
     """
-    if draft is None:
-        raise TypeError(
-            "draft has the type NoneType and must be a DFlashDraftModel. Call "
-            "target.generate(**inputs, custom_generate=dflash_decoding, draft=draft)."
-        )
-    draft = local_draft(draft)
-    if any(tensor.is_meta for tensor in draft.parameters()):
-        raise ValueError(
-            "The draft is on the meta device, so it has no weights, or accelerate has offloaded them. Load it with "
-            "DFlashDraftModel.from_pretrained and no device_map, or move it with draft.to_empty(device=...) and load "
-            "its weights."
-        )
-    num_padding = _check_call(model, input_ids, generation_config, model_kwargs)
+    draft = usable_draft(draft)
+    num_padding = check_call(model, input_ids, generation_config, model_kwargs)
     draft.check_target(model)
     if not has_weights(model):
         raise ValueError(
@@ -143,21 +126,13 @@ def dflash_decoding(
             "out, or use on_pass."
         )
     criteria = BlockStoppingCriteria(stopping_criteria)
-    _check_length_of_text(model, input_ids, num_padding, criteria.max_length)
+    check_length_of_text(model, input_ids, num_padding, criteria.max_length)
     sample_proposals = bool(generation_config.do_sample) and proposal == "sample"
-    no_tree_because = _no_tree_because(model, sample_proposals)
-    scheduler = _scheduler(block_size, tree_size, model, draft, no_tree_because)
+    obstacle = tree_obstacle(model, sample_proposals)
+    scheduler = _scheduler(block_size, tree_size, model, draft, obstacle)
     check_cache_continuation(model)  # the last check, because it may run the target
-    streamed = on_pass
     if streamer is not None:
         streamer.put(input_ids.cpu())
-
-        def streamed(verify_pass: VerifyPass) -> None:
-            for token in verify_pass.token_ids[0]:  # one by one, because a streamer may flush at some of them
-                streamer.put(torch.tensor([token]))
-            if on_pass is not None:
-                on_pass(verify_pass)
-
     pad_token_id = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
     loop = DecodingLoop(
         model,
@@ -172,18 +147,14 @@ def dflash_decoding(
         pad_token_id=pad_token_id,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
-        on_pass=streamed,
+        on_pass=on_pass if streamer is None else functools.partial(_put_tokens, streamer, on_pass),
     )
     given = model_kwargs.pop("cache", None)
-    continuation = getattr(given, "continuation", None)
-    angles = length_dependent_angles(model.config)
-    if continuation is not None and angles is not None:
-        is_long = [length > angles[1] for length in (continuation.read_length, input_ids.shape[1])]
-        continuation = continuation if is_long[0] == is_long[1] else None  # its keys have other angles
+    continuation = _continuation(model, given, input_ids.shape[1])
     num_read = 0 if continuation is None else loop.resume(given, continuation)
     # A cache of a target without attention is never initialised, and has no length to compare.
     if not num_read and getattr(given, "is_initialized", False):
-        _check_cache_holds_less(given, input_ids)
+        check_cache_holds_less(given, input_ids)
         logger.warning_once(
             f"The cache that was passed ({type(given).__name__}) does not hold the text of this call for this pair, "
             "so the whole text is read and the cache stays unchanged."
@@ -273,131 +244,22 @@ def speculative_generate(
     return generate(inputs, custom_generate=decode, **{**generate_kwargs, "return_dict_in_generate": True})
 
 
-def _check_call(
-    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> list[int]:
-    """Refuse calls that this loop does not support, and return the number of padding columns of each sequence."""
-    mode = generation_config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"The generation settings ask for {mode.value.replace('_', ' ')} "
-            f"(num_beams={generation_config.num_beams}), and a draft supports greedy decoding and sampling. Set "
-            "num_beams=1. For several completions of a prompt, pass do_sample=True and num_return_sequences."
-        )
-    for name in ("output_hidden_states", "output_attentions"):
-        if getattr(generation_config, name) and generation_config.return_dict_in_generate:
-            raise ValueError(f"{name}=True was passed, and decoding with a draft does not collect it. Leave it out.")
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"The target {describe_target(model)} has an encoder, and a draft needs a decoder-only model. Use plain "
-            "generate for this target."
-        )
-    if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
-        raise ValueError(
-            f"The target {describe_target(model)} is wrapped in prompt learning (peft), whose virtual tokens are in "
-            "no text that the draft could read. Use plain generate, or adapters that change the weights, such as LoRA."
-        )
-    if len(input_ids) == 0:
-        raise ValueError("input_ids holds no sequence, and a call needs at least one. Pass a prompt.")
-    if input_ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"input_ids has the dtype {input_ids.dtype}, and must have int64 or int32. Pass .long() of it."
-        )
-    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError(
-            "The prompt is empty, or inputs_embeds were given, and decoding with a draft needs the tokens of the "
-            "prompt. Pass input_ids alone."
-        )
-
-    check_prompt_ids(model, input_ids)
-
-    attention_mask = model_kwargs.get("attention_mask")
-    text_length = getattr(generation_config, "_mask_length", None)
-    for name in ("attention_mask", "position_ids"):  # a mask of ones alone arrives as positions
-        rows = len(input_ids) if model_kwargs.get(name) is None else model_kwargs[name].shape[-2]
-        if rows != len(input_ids) and (rows, name) != (1, "position_ids"):
-            raise ValueError(
-                f"attention_mask or position_ids has {rows} rows and input_ids has {len(input_ids)}, and each "
-                "sequence needs one. Pass what belongs to these ids."
-            )
-    if attention_mask is not None:
-        text_length = attention_mask.shape[1]
-    if text_length is not None and text_length != input_ids.shape[1]:
-        raise ValueError(
-            f"attention_mask covers {text_length} tokens and input_ids has {input_ids.shape[1]}, as in a call that "
-            "continues from a cache with the new tokens alone. The draft needs the whole text. Pass all of it as "
-            "input_ids."
-        )
-    text_config = model.config.get_text_config(decoder=True)
-    if len(input_ids) > 1 and (text_config.model_type == "bloom" or getattr(text_config, "alibi", False)):
-        raise ValueError(
-            f"The target {describe_target(model)} computes its position bias (ALiBi) from a mask in which all "
-            "sequences have the same length, and the sequences of this batch advance by different numbers of tokens. "
-            "Decode one sequence at a time."
-        )
-    if len(input_ids) > 1 and text_config.model_type == "gpt_neo":
-        raise ValueError(
-            f"The target {describe_target(model)} computes its windows from a mask in which all sequences have the "
-            "same length, and the sequences of this batch advance by different numbers of tokens. Decode one sequence "
-            "at a time."
-        )
-    if len(input_ids) > 1 and _counts_positions_itself(model):
-        raise ValueError(
-            f"The target {describe_target(model)} takes no position_ids and counts the positions of a batch itself, "
-            "and the sequences of this batch advance by different numbers of tokens. Decode one sequence at a time."
-        )
-    implementation = text_config._attn_implementation
-    if len(input_ids) > 1 and implementation not in MASKED_ATTENTION:
-        raise ValueError(
-            f"The attention of the target is {implementation!r}, which takes no mask for sequences of different "
-            "lengths. Load the target with attn_implementation='sdpa', or decode one sequence at a time."
-        )
-    if attention_mask is None:
-        return [0] * len(input_ids)
-    is_real = attention_mask.bool()
-    if not (is_real[:, 1:] >= is_real[:, :-1]).all() or not is_real[:, -1].all():
-        raise ValueError(
-            "attention_mask has zeros after real tokens, and prompts must be padded on the left. Set "
-            "tokenizer.padding_side='left'."
-        )
-    return (~is_real).sum(1).tolist()
+def _put_tokens(streamer: BaseStreamer, on_pass: Callable[[VerifyPass], None] | None, verify_pass: VerifyPass) -> None:
+    """Hand the tokens of a pass to a streamer, one by one, because it may flush at some of them."""
+    for token in verify_pass.token_ids[0]:
+        streamer.put(torch.tensor([token]))
+    if on_pass is not None:
+        on_pass(verify_pass)
 
 
-def _check_length_of_text(
-    model: PreTrainedModel, input_ids: torch.Tensor, num_padding: list[int], max_length: int
-) -> None:
-    """Refuse a prompt beyond learned positions, and a text in which verified tokens would get other rotary angles."""
-    positions, longest_prompt = learned_positions(model), input_ids.shape[1] - min(num_padding)
-    if positions is not None and longest_prompt > positions:
-        raise ValueError(
-            f"A prompt has {longest_prompt} tokens, and the target {describe_target(model)} has learned {positions} "
-            f"positions. Truncate the prompt to {positions} tokens."
-        )
+def _continuation(model: PreTrainedModel, cache: Any, length: int) -> Continuation | None:
+    """Return from where a text of some length can continue from a cache of an earlier call, or `None`."""
+    continuation: Continuation | None = getattr(cache, "continuation", None)
     angles = length_dependent_angles(model.config)
-    if angles is None:
-        return
-    kind, length = angles
-    longest = max_length - min(num_padding)
-    shortest_prompt = input_ids.shape[1] - max(num_padding)
-    # "longrope" has two sets of angles, and a prompt beyond the length uses the second one from the start.
-    if longest <= length or (kind == "longrope" and shortest_prompt > length):
-        return
-    raise ValueError(
-        f"The target {describe_target(model)} changes its rotary angles (rope_type={kind!r}) in texts of more than "
-        f"{length} tokens, and this call may bring a text from {shortest_prompt} to {longest} tokens. Tokens that are "
-        f"verified together would get other angles than in plain generation. Pass max_length={length} or less, or use "
-        "plain generate."
-    )
-
-
-def _check_cache_holds_less(cache: Cache, input_ids: torch.Tensor) -> None:
-    """Refuse a call with the new tokens alone, whose earlier text is only in the cache of plain generation."""
-    if not isinstance(cache, RaggedCache) and cache.get_seq_length() >= input_ids.shape[1]:
-        raise ValueError(
-            f"The cache ({type(cache).__name__}) holds {cache.get_seq_length()} tokens and input_ids has "
-            f"{input_ids.shape[1]}, as in a call that continues from a cache with the new tokens alone. The draft "
-            "needs the whole text. Pass all of it as input_ids."
-        )
+    if continuation is None or angles is None:
+        return continuation
+    # The keys of the other side of this length have other angles.
+    return continuation if (continuation.read_length > angles[1]) == (length > angles[1]) else None
 
 
 def _prefill_inputs(
@@ -425,42 +287,19 @@ def _prefill_inputs(
     return chunks
 
 
-def _counts_positions_itself(model: PreTrainedModel) -> bool:
-    """Return whether a target with attention takes no positions."""
-    text_config = model.config.get_text_config(decoder=True)
-    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    has_attention = not layer_types <= set(RECURRENT_TYPES)
-    return has_attention and "position_ids" not in inspect.signature(model.forward).parameters
-
-
-def _no_tree_because(model: PreTrainedModel, sample_proposals: bool) -> str | None:
-    """Return why the loop cannot verify a tree, which has several tokens at one position, or `None` if it can."""
-    text_config = model.config.get_text_config(decoder=True)
-    implementation = text_config._attn_implementation
-    recurrent_types = RaggedCache(model.config).recurrent_layer_types
-    if recurrent_types:
-        return f"the target has layers of type {', '.join(recurrent_types)}"
-    if implementation not in MASKED_ATTENTION:
-        return f"the attention of the target is {implementation!r}, which takes no mask for each query"
-    has_own_positions = getattr(text_config, "alibi", False) or text_config.model_type == "gpt_neo"
-    if has_own_positions or _counts_positions_itself(model):
-        return "the target computes the positions of its tokens itself, one after the other"
-    return "the proposals are sampled" if sample_proposals else None
-
-
 def _scheduler(
     block_size: int | str | None,
     tree_size: int | None,
     model: PreTrainedModel,
     draft: DFlashDraftModel,
-    no_tree_because: str | None,
+    obstacle: str | None,
 ) -> DraftLengthScheduler:
     """Return the scheduler that `block_size` and `tree_size` ask for."""
     trained = draft.config.block_size
     if tree_size is not None:
-        if no_tree_because:
-            raise ValueError(f"tree_size={tree_size} cannot be used, because {no_tree_because}. Leave it out.")
-        if block_size is not None or not isinstance(tree_size, int) or tree_size <= trained:
+        if obstacle:
+            raise ValueError(f"tree_size={tree_size} cannot be used, because {obstacle}. Leave it out.")
+        if block_size is not None or type(tree_size) is not int or tree_size <= trained:
             raise ValueError(
                 f"tree_size={tree_size!r} must be an integer above {trained}, the number of slots of a block, and "
                 f"come without block_size (here {block_size!r}). Pass a larger tree_size, or leave one of the two out."
@@ -469,8 +308,8 @@ def _scheduler(
     if block_size is None:
         return FixedDraftLength(trained)
     if block_size == "auto":
-        return AdaptiveDraftLength(latency_model_of(model, draft, trained), use_trees=no_tree_because is None)
-    if not isinstance(block_size, int) or not 1 <= block_size <= trained:
+        return AdaptiveDraftLength(latency_model_of(model, draft, trained), use_trees=obstacle is None)
+    if type(block_size) is not int or not 1 <= block_size <= trained:
         raise ValueError(
             f"block_size={block_size!r} must be 'auto' or a number from 1 to {trained}, the number of slots that the "
             "draft was trained with. Pass one of these."
