@@ -451,7 +451,7 @@ def test_bad_input_of_inspect_is_one_clear_line(run, saved_target, tmp_path, mon
         ([data, "--html", closed / "rows.html"], "is not writable. Choose another file."),
         ([data, "--png", tmp_path / "rows.png"], "pip install 'dflash-hf[demo]'"),
         ([data, "--target", bare], "has no chat template"),
-        ([data, "--target", tmp_path / "nothing"], "cannot be read"),
+        ([data, "--target", tmp_path / "nothing"], "cannot be loaded"),
     ]
     for arguments, expected in cases:
         code, _, err = run("--target", target, *arguments)

@@ -20,6 +20,7 @@ from ..decoding.generate import speculative_generate
 from ..decoding.loop import VerifyPass
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.learned_positions import context_length
 from ..target.token_ids import check_prompt_ids
 
 WARM_UP_TOKENS = 24
@@ -330,7 +331,7 @@ class ChatSession:
 
     def _room(self, num_tokens: int) -> int:
         """Return the number of tokens that still fit into the target's context."""
-        longest = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = context_length(self.target)
         if longest is None:
             return self.max_new_tokens
         if num_tokens >= longest:

@@ -116,7 +116,7 @@ def _diagnose(
         return
     try:
         model, tokenizer = load_target(name, dtype)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         advice = "Pass a --target with a configuration, weights and a tokenizer."
         yield Finding("target files", FAULT, " ".join(str(error).split()), advice)
         return

@@ -51,6 +51,7 @@ def inspect(
     from ..data.inspection.terminal import print_row, print_statistics
     from ..data.loading import load_rows
     from ..files import write_text
+    from ..target.learned_positions import row_length
     from ..target.loading import read_target
 
     if rows < 0:
@@ -61,7 +62,7 @@ def inspect(
     training_rows = TrainingRows(
         load_rows(data, dataset_config, dataset_split),
         target_text.tokenizer,
-        max_length=max_length,
+        max_length=row_length(max_length, target_text.num_positions),
         eos_token_ids=target_text.eos_token_ids,
         num_embeddings=target_text.num_embeddings,
     )

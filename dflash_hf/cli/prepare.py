@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,10 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Folder to write. It appears when it is complete.")],
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hub data set.")] = None,
     dataset_split: Annotated[str, typer.Option(help="Split of a Hub data set or of a folder.")] = "train",
-    max_length: Annotated[int, typer.Option(help="Longest row in tokens.")] = PreparationSettings.max_length,
+    max_length: Annotated[
+        int,
+        typer.Option(help="Longest row in tokens. It is at most the number of positions that the target has learned."),
+    ] = PreparationSettings.max_length,
     truncation: Annotated[
         str, typer.Option(help="What happens to longer rows: cut truncates them at the end, drop drops them.")
     ] = PreparationSettings.truncation,
@@ -69,6 +73,7 @@ def prepare(
     from ..data.loading import load_rows
     from ..data.prepare import prepare_for_training
     from ..data.prepared_folder import MISMATCHES, folder_settings, is_prepared_already, make_report, write_folder
+    from ..target.learned_positions import row_length
     from ..target.loading import read_target
 
     if num_proc is not None and num_proc < 1:
@@ -86,6 +91,7 @@ def prepare(
     )
     console = Console()
     text = read_target(target)
+    settings = replace(settings, max_length=row_length(max_length, text.num_positions))
     rows = load_rows(dataset, dataset_config, dataset_split)
     source = {
         "dataset": dataset,

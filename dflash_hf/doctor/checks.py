@@ -20,7 +20,7 @@ from ..data.labels import read_row
 from ..data.prompt_check import check_prompt
 from ..model.configuration_dflash import DFlashConfig, num_embedding_rows
 from ..model.modeling_dflash import DFlashDraftModel, embed_tokens, module_tensor
-from ..target.hidden_states import target_hidden_states
+from ..target.hidden_states import target_hidden_states, text_inputs
 from .finding import FAULT, OK, SKIPPED, WARNING, Finding
 from .forced_decoding import TargetResponses
 
@@ -262,7 +262,7 @@ def check_target_states(target: PreTrainedModel, draft: DFlashDraftModel, respon
     ids = responses.input_ids[:1, responses.token_valid_mask[0]]
     layer_ids = draft.config.target_layer_ids or []
     given = target_hidden_states(target, ids, torch.ones_like(ids, dtype=torch.bool), layer_ids)
-    plain = target(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    plain = target(**{**text_inputs(target, ids, []), "output_hidden_states": True}).hidden_states
     tolerance = TOLERANCES.get(target.dtype, TOLERANCES[torch.bfloat16])
     distances = {}
     for layer_id, states in zip(layer_ids, given.chunk(len(layer_ids), dim=-1), strict=True):

@@ -14,6 +14,7 @@ from ..blocks.metrics import AcceptanceRecord, record_of_counts
 from ..evaluation.timed_generation import Generation, generate_timed
 from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
+from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
 from .checks import (
     check_activations,
@@ -24,7 +25,14 @@ from .checks import (
     check_template,
 )
 from .finding import CHECK_ERRORS, FAULT, MAX_NEW_TOKENS, OK, SKIPPED, WARNING, Finding, guarded
-from .forced_decoding import TargetResponses, accepted_tokens, check_slots, generate_responses, simulated_passes
+from .forced_decoding import (
+    TargetResponses,
+    accepted_tokens,
+    check_slots,
+    generate_responses,
+    response_length,
+    simulated_passes,
+)
 from .perturbations import measure_perturbations
 
 # Acceptance lengths below which a draft slows decoding down, and below which it gains little
@@ -58,7 +66,8 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.target, self.tokenizer = unwrap_peft(self.target), text_tokenizer(self.tokenizer)
+        self.target, self.draft = unwrap_peft(self.target), local_draft(self.draft)
+        self.tokenizer = text_tokenizer(self.tokenizer)
 
     def run(self, on_check: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
         """
@@ -83,6 +92,11 @@ class Diagnosis:
                 Finding("target generation", FAULT, message, "First make target.generate work without a draft.")
             )
             return
+        if (shortest := min(map(self._response_length, responses.inputs))) < self.max_new_tokens:
+            measured = (
+                f"responses are truncated after {shortest} tokens or more, where the target's table of positions ends"
+            )
+            yield self._keep(Finding("target generation", OK, measured))
         yield from self._each(
             on_check,
             {
@@ -129,7 +143,7 @@ class Diagnosis:
                 self.target,
                 inputs,
                 self.draft,
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=self._response_length(inputs),
                 do_sample=False,
                 pad_token_id=self.tokenizer.pad_token_id,
             )
@@ -140,6 +154,10 @@ class Diagnosis:
     def acceptance_length(self) -> float | None:
         """`float` or `None`: the acceptance length of all generations; `None` if no pass had a draft."""
         return self._acceptance_of(self.generations).acceptance_length
+
+    def _response_length(self, inputs: dict[str, torch.Tensor]) -> int:
+        """Return the greatest length of the response to a prompt."""
+        return response_length(self.target, inputs["input_ids"].shape[1], self.max_new_tokens)
 
     def _acceptance_of(self, generations: Sequence[Generation]) -> AcceptanceRecord:
         """Return the acceptance record of some generations."""

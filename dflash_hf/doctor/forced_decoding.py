@@ -21,6 +21,7 @@ from ..evaluation.simulate import accepted_tokens_at_every_anchor, simulate_deco
 from ..evaluation.timed_generation import generate_timed
 from ..model.modeling_dflash import DFlashDraftModel
 from ..target.hidden_states import target_hidden_states
+from ..target.learned_positions import learned_positions
 from .finding import FAULT, OK, SKIPPED, Finding
 
 BLOCKS_PER_PASS = 32
@@ -108,6 +109,9 @@ def generate_responses(
 
     Returns:
         [`TargetResponses`]
+
+    Raises:
+        ValueError: See [`response_length`].
     """
     inputs: list[dict[str, torch.Tensor]] = []
     completions: list[list[int]] = []
@@ -118,8 +122,9 @@ def generate_responses(
         else:
             encoded = tokenizer(prompt, return_tensors="pt").to(target.device)
             prompt_inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        num_tokens = response_length(target, prompt_inputs["input_ids"].shape[1], max_new_tokens)
         completion = generate_timed(
-            target, prompt_inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            target, prompt_inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
         ).token_ids
         prompt_ids = prompt_inputs["input_ids"][0].tolist()
         mask = [False] * len(prompt_ids) + [True] * len(completion)
@@ -135,6 +140,31 @@ def generate_responses(
     ends = None if target.generation_config is None else target.generation_config.eos_token_id
     end_token_ids = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     return TargetResponses(inputs, completions, ids, valid, supervised, states.chunk(depth + 1, dim=-1), end_token_ids)
+
+
+def response_length(target: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> int:
+    """
+    Return the greatest length of a response, so that the target can read prompt and response.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        prompt_length (`int`): The tokens of the prompt.
+        max_new_tokens (`int`): The longest response in tokens.
+
+    Returns:
+        `int`: `max_new_tokens`, or less if the target has a table of positions that ends before.
+
+    Raises:
+        ValueError: Fewer than two tokens could follow the prompt.
+    """
+    positions = learned_positions(target)
+    room = max_new_tokens if positions is None else min(max_new_tokens, positions - prompt_length)
+    if room < 2:
+        raise ValueError(
+            f"A prompt has {prompt_length} tokens, and the target has learned {positions} positions, of which two are "
+            "needed for the response. Use shorter prompts."
+        )
+    return room
 
 
 def accepted_tokens(

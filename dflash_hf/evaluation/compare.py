@@ -13,13 +13,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..blocks.metrics import AcceptanceRecord
 from ..data.chat_template import chat_inputs
-from ..model.configuration_dflash import text_tokenizer
+from ..data.text import short
+from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
+from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
+from ..target.learned_positions import room_for_new_tokens
 from .near_ties import FirstDifference, first_difference
 from .timed_generation import LOOPS, Generation, generate_timed
 
 WARM_UP_TOKENS = 8
+PROBE_TOKENS = 4  # the first token, and at least one verify pass whose rejected tokens leave the cache
 
 
 @dataclass
@@ -135,14 +139,15 @@ def compare_on_prompts(
     Yields:
         [`Comparison`], one for each prompt.
     """
-    target, tokenizer = unwrap_peft(target), text_tokenizer(tokenizer)
+    target, draft, tokenizer = unwrap_peft(target), local_draft(draft), text_tokenizer(tokenizer)
     # Stop strings of a generation config need the tokenizer.
     kwargs = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "tokenizer": tokenizer, **generate_kwargs}
     for index, prompt in enumerate(prompts):
         inputs = chat_inputs(tokenizer, prompt, target.device, draft.config.chat_template_kwargs)
         if index == 0:
+            warm_up = min(WARM_UP_TOKENS, kwargs.get("max_new_tokens") or WARM_UP_TOKENS)
             for member in (None, draft):
-                generate_timed(target, inputs, member, loop=loop, **{**kwargs, "max_new_tokens": WARM_UP_TOKENS})
+                generate_timed(target, inputs, member, loop=loop, **{**kwargs, "max_new_tokens": warm_up})
         results = {}
         for is_drafted in (True, False) if index % 2 else (False, True):
             results[is_drafted] = generate_timed(target, inputs, draft if is_drafted else None, loop=loop, **kwargs)
@@ -195,23 +200,57 @@ def generated_acceptance_length(
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
         rows (`Iterable[Mapping]`): prepared rows. The tokens before the first supervised one are the prompt, and a row
-            without supervised tokens is skipped.
-        max_new_tokens (`int`): greatest length of a response in tokens.
+            without supervised tokens is skipped, and so is one that ends where the target's table of positions ends.
+        max_new_tokens (`int`): greatest length of a response in tokens. It is shorter where the table ends.
 
     Returns:
         `float`, or `None` if no pass had a draft.
     """
-    acceptance = AcceptanceRecord()
+    draft, acceptance = local_draft(draft), AcceptanceRecord()
     for row in rows:
         if not any(row["supervised_mask"]):
             continue
         prompt_length = max(list(row["supervised_mask"]).index(True), 1)
+        room = room_for_new_tokens(target, prompt_length, draft.config.block_size)
+        if room is not None and room < 1:
+            continue
         input_ids = torch.tensor([row["input_ids"][:prompt_length]], device=target.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        kwargs = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        kwargs = {
+            "max_new_tokens": max_new_tokens if room is None else min(max_new_tokens, room),
+            "do_sample": False,
+        }
         generation = generate_timed(target, inputs, draft, loop="transformers", **kwargs)
         acceptance += generation.acceptance(draft.config.block_size)
     return acceptance.acceptance_length
+
+
+def check_generation(target: PreTrainedModel, draft: DFlashDraftModel) -> None:
+    """
+    Refuse a target that the loop of transformers cannot decode with a draft, by generating a few tokens.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair, on one device.
+
+    Raises:
+        ValueError: the generation fails; the message gives the reason.
+    """
+    was_training = draft.training
+    inputs = {
+        name: torch.ones(1, 1, dtype=torch.long, device=target.device) for name in ("input_ids", "attention_mask")
+    }
+    kwargs = {"max_new_tokens": PROBE_TOKENS, "min_new_tokens": PROBE_TOKENS, "do_sample": False}
+    try:
+        generate_timed(target, inputs, draft.eval(), loop="transformers", **kwargs)
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"eval_generate_prompts asks for generation with the draft, and the loop of transformers cannot decode "
+            f"the target {describe_target(target)} ({short(reason)}). Leave eval_generate_prompts out; "
+            "eval_serving_acceptance_length needs no generation."
+        ) from error
+    finally:
+        draft.train(was_training)
 
 
 @contextlib.contextmanager

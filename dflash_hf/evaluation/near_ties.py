@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ..target.hidden_states import text_inputs
+
 # Two ways to compute the same logits round differently. Logits of language models are mostly below 32, where one step
 # of bfloat16 is 0.125 and one of float16 is 0.0156; the gaps allow two steps. In float32 the sums inside the network
 # contribute more than the last step.
@@ -86,7 +88,7 @@ def logit_gap(target: PreTrainedModel, prompt_ids: torch.Tensor, one: Sequence[i
     """
     index = index_of_first_difference(one, other)
     text = torch.cat([prompt_ids, prompt_ids.new_tensor(one[:index])])
-    logits = target(input_ids=text[None]).logits[0, -1].float()
+    logits = target(**text_inputs(target, text[None], [])).logits[0, -1].float()
     chosen = [response[index] for response in (one, other) if index < len(response)]
     return (logits.max() - logits[chosen].min()).item()
 

@@ -16,6 +16,7 @@ from ..model.configuration_dflash import text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from ..target.hidden_states import unwrap_peft
+from ..target.learned_positions import context_length
 from ..target.rotary import length_dependent_angles
 from ..target.token_ids import check_prompt_ids
 from .prompt_sets import PromptSet
@@ -281,8 +282,10 @@ class SuiteEvaluation:
 
     def _check_lengths(self) -> None:
         """Refuse conversations that could become longer than the context of target or draft."""
-        configs = {"target": self.target.config.get_text_config(decoder=True), "draft": self.draft.config}
-        longest = {name: getattr(config, "max_position_embeddings", None) for name, config in configs.items()}
+        longest = {
+            "target": context_length(self.target),
+            "draft": getattr(self.draft.config, "max_position_embeddings", None),
+        }
         known = {name: length for name, length in longest.items() if length is not None}
         if not known:
             return

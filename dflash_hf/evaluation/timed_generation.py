@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,8 +15,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..blocks.metrics import AcceptanceRecord
 from ..decoding.generate import speculative_generate
 from ..decoding.statistics import DecodingStatistics
-from ..model.configuration_dflash import text_tokenizer
+from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
+from ..model.remote_code import local_draft
+from ..target.learned_positions import learned_positions, room_for_new_tokens
 from ..target.token_ids import check_prompt_ids, padding_token_id
 
 Result = TypeVar("Result")
@@ -154,11 +156,28 @@ def generate_batch(
         [`TimedBatch`]
 
     Raises:
-        ValueError: a token of a prompt has no row in the target's embedding.
+        ValueError: a token of a prompt has no row in the target's embedding, or a text may become longer than its
+            table of positions.
     """
     check_prompt_ids(target, arguments["input_ids"], arguments.get("tokenizer"))
+    # The loop of transformers (5.24) verifies whole blocks, also past the greatest length of the text.
+    block_size = draft.config.block_size if draft is not None and options.get("loop") == "transformers" else 1
+    _check_room(target, arguments, block_size)
     (sequences, statistics), seconds = timed(target.device, lambda: run_loop(target, draft, arguments, **options))
     return TimedBatch(sequences, seconds, statistics)
+
+
+def _check_room(target: PreTrainedModel, arguments: Mapping[str, Any], block_size: int) -> None:
+    """Refuse texts for which a pass may read beyond the target's table of positions, and fail there."""
+    mask, new = arguments.get("attention_mask"), arguments.get("max_new_tokens")
+    longest = arguments["input_ids"].shape[1] if mask is None else int(mask.sum(1).max())
+    room = room_for_new_tokens(target, longest, block_size)
+    if new is not None and room is not None and new > room:
+        advice = f"max_new_tokens={room} or less" if room > 0 else "a shorter prompt"
+        raise ValueError(
+            f"max_new_tokens={new} after a prompt of {longest} tokens, read in blocks of {block_size}, exceeds the "
+            f"{learned_positions(target)} positions that {describe_target(target)} has learned. Pass {advice}."
+        )
 
 
 def generate_timed(
@@ -185,6 +204,7 @@ def generate_timed(
     Raises:
         ValueError: see [`generate_batch`].
     """
+    draft = None if draft is None else local_draft(draft)
     with PassRecorder(target, draft) as recorder:
         output = generate_batch(target, draft, {**inputs, **kwargs}, loop=loop)
     token_ids = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()

@@ -21,7 +21,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DFlashCache
 from transformers.distributed import DistributedConfig
@@ -755,12 +761,12 @@ def target_auto_class(config: Any) -> Any:
         config (`PreTrainedConfig`): The target's configuration.
 
     Returns:
-        `type`: `AutoModelForImageTextToText` for multimodal models that have no causal language model of their own,
-        and `AutoModelForCausalLM` for all others.
+        `type`: `AutoModelForCausalLM`, or for multimodal models that have no causal language model of their own
+        `AutoModelForImageTextToText`, or `AutoModelForMultimodalLM` where only that one has them (speech and text).
+        `None` for a model that transformers cannot open with a head.
     """
-    is_causal_lm = type(config) in AutoModelForCausalLM._model_mapping
-    is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if is_multimodal and not is_causal_lm else AutoModelForCausalLM
+    auto_classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    return next((each for each in auto_classes if type(config) in each._model_mapping), None)
 
 
 def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetModules, Any]:
@@ -788,7 +794,7 @@ def load_target_modules(name_or_path: str, **hub_kwargs: Any) -> tuple[TargetMod
         text_config.num_hidden_layers = 0
         with suppress(AttributeError):  # Some families derive the layer types from the number of layers.
             text_config.layer_types = []
-        auto_class = target_auto_class(config)
+        auto_class = target_auto_class(config) or AutoModelForCausalLM
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # Otherwise transformers lists every decoder layer of the file as unexpected.
         try:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..data.chat_template import ChatRenderer, ChatTemplateError
 from ..model.configuration_dflash import describe_target
 from ..target.hidden_states import unwrap_peft
+from ..target.learned_positions import context_length
 from ..target.rotary import length_dependent_angles
 from ..target.token_ids import check_prompt_ids
 from .continuous_batching import ContinuousBatcher, continuous_batching_obstacle
@@ -152,9 +153,7 @@ class LocalBackend:
                 f"its longest completion, because {obstacle}."
             )
         self.continuous_batching = obstacle is None if continuous_batching is None else continuous_batching
-        self.max_length: int | None = getattr(
-            target.config.get_text_config(decoder=True), "max_position_embeddings", None
-        )
+        self.max_length = context_length(target)
         angles = length_dependent_angles(target.config)
         if angles is not None:  # a longer text would change the angles of all texts of its batch
             self.max_length = min(angles[1], self.max_length or angles[1])

@@ -147,7 +147,7 @@ def target_logits_function(
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     input_ids = torch.arange(1, 1 + PROBE_TOKENS, device=target.device)[None] % config.vocab_size
-    expected = target(**{**_inputs(target, input_ids, []), "logits_to_keep": 0}).logits.float()
+    expected = target(**{**text_inputs(target, input_ids, []), "logits_to_keep": 0}).logits.float()
     (final_state,) = _states_of_text(target, input_ids, [], include_final_state=True)
     difference = (compute_target_logits(final_state).float() - expected).abs().max().item()
     allowed = (1e-4 if target.dtype == torch.float32 else 0.02) * expected.abs().max().item()
@@ -191,8 +191,19 @@ def _states_of_text(
     return _full_pass(target, input_ids, layer_ids, include_final_state)
 
 
-def _inputs(model: PreTrainedModel, input_ids: torch.Tensor, wanted: list[int]) -> dict[str, Any]:
-    """Return the keyword arguments of a forward pass that collects the hidden states of these indices."""
+def text_inputs(model: PreTrainedModel, input_ids: torch.Tensor, wanted: list[int]) -> dict[str, Any]:
+    """
+    Return the keyword arguments of a forward pass over texts without padding before them.
+
+    Args:
+        model (`PreTrainedModel`): the target, or its body.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): the texts.
+        wanted (`list[int]`): indices of the hidden states to collect, where 0 is the embedding.
+
+    Returns:
+        `dict`: positions count from 0 as in `generate`. RoBERTa (transformers 5.24), for example, would begin after
+        the position of the padding.
+    """
     inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, "output_hidden_states": wanted}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:  # some models would reuse those of an earlier prompt
@@ -216,7 +227,7 @@ def _full_pass(
                 "Remove that entry of the configuration."
             )
         wanted.append(config.num_hidden_layers)
-    states = target(**_inputs(target, input_ids, wanted)).hidden_states
+    states = target(**text_inputs(target, input_ids, wanted)).hidden_states
     chosen = [states[index] if index < len(states) else None for index in wanted]
     missing = [index - 1 for index, state in zip(wanted, chosen, strict=True) if state is None]
     if include_final_state and len(states) != config.num_hidden_layers + 1:
@@ -307,7 +318,7 @@ def _short_pass(
     stack: _Stack, input_ids: torch.Tensor, layer_ids: list[int], include_final_state: bool
 ) -> list[torch.Tensor]:
     """Return the states of each layer from a pass without the head and, if possible, without later layers."""
-    inputs = _inputs(stack.body, input_ids, [layer_id + 1 for layer_id in layer_ids])
+    inputs = text_inputs(stack.body, input_ids, [layer_id + 1 for layer_id in layer_ids])
     num_layers = max(layer_ids, default=-1) + 1
     if include_final_state or num_layers == len(stack.layers):
         outputs = stack.body(**inputs)

@@ -28,18 +28,18 @@ from ..blocks.metrics import record_of_counts, row_statistics, summarize
 from ..blocks.plan import DFlashBatchPlan, blocks_of_each_row, build_dflash_batch_plan, content_sample_ids
 from ..data.collator import DFlashCollator
 from ..data.dataset import PREPARED_COLUMNS, PreparedStream, prepare_rows
-from ..evaluation.compare import generated_acceptance_length, plain_forward
+from ..evaluation.compare import check_generation, generated_acceptance_length, plain_forward
 from ..evaluation.simulate import accepted_tokens_at_every_anchor, simulate_decoding
 from ..hub.model_card import DraftCard
 from ..hub.push import check_pushing_run
 from ..hub.trainer import HubTrainer, ModelCardWriter
-from ..model.configuration_dflash import text_tokenizer
+from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
 from ..target.batch_states import TargetStates, documents_of
 from ..target.hidden_states import target_logits_function, unwrap_peft
-from ..target.learned_positions import learned_positions
-from ..target.loading import open_target
+from ..target.learned_positions import learned_positions, row_length
+from ..target.loading import open_target, refuse_encoder
 from ..target.token_ids import padding_token_id
 from .argument_checks import check_trainer_arguments
 from .arguments import DFlashTrainingArguments
@@ -94,7 +94,7 @@ class DFlashTrainer(HubTrainer):
     Raises:
         ValueError: draft and target do not fit together, no row is usable, a row contains the mask token or a token
             outside the target's embedding, or the hidden states for an `IterableDataset` are to be cached.
-            No evaluation logs `metric_for_best_model`.
+            No evaluation logs `metric_for_best_model`, or the target cannot generate for `eval_generate_prompts`.
         TypeError: a data set is of an unsupported type, or `processing_class` has no tokenizer.
 
     Training logs `loss` (the weighted loss) and `acceptance_length` of the trained blocks. Evaluation logs
@@ -126,6 +126,7 @@ class DFlashTrainer(HubTrainer):
         if isinstance(target, str):
             target = open_target(target)
         target = unwrap_peft(target)
+        refuse_encoder(describe_target(target), target)
         check_processes(args, model, target)
         model.tie_target(target)
         if args.push_to_hub:
@@ -134,16 +135,9 @@ class DFlashTrainer(HubTrainer):
         # `generate` would copy the whole head in every draft step on a CPU: matmul (torch 2.13) folds a sliced input
         # into one product only if the weight requires a gradient.
         self.target = target.eval()
-        max_length, positions = args.max_length, learned_positions(target)
-        if positions is not None and max_length > positions:
-            logger.warning(
-                f"Rows are truncated to {positions} tokens, the number of positions that the target has learned, and "
-                f"not to max_length={max_length}."
-            )
-            max_length = positions
         eos = target.generation_config.eos_token_id if target.generation_config is not None else None
         self._data_kwargs: dict[str, Any] = {
-            "max_length": max_length,
+            "max_length": row_length(args.max_length, learned_positions(target)),
             "eos_token_ids": eos if isinstance(eos, list) else [eos] if eos is not None else [],
             "chat_template_kwargs": model.config.chat_template_kwargs,
             "forbidden_token_id": model.config.mask_token_id,
@@ -193,6 +187,8 @@ class DFlashTrainer(HubTrainer):
         self._row_counts: RowCounts | None = None
         if getattr(target, "hf_device_map", None) is None and target.device != args.device:
             nn.Module.to(target, args.device)
+        if args.eval_generate_prompts > 0 and model.device == target.device:  # else the model is placed later
+            check_generation(target, model)
         needs_logits = args.loss_terms.needs_target_logits  # which are computed from the final state of the target
         self.target_states = TargetStates(
             target, model.config.target_layer_ids or [], include_final_state=needs_logits
