@@ -120,7 +120,7 @@ def _listed(name: str, text: str) -> Sequence[Any]:
         try:
             turns: list[Any] = json.loads(text)
             return turns
-        except (ValueError, RecursionError):
+        except ValueError:
             return [text]
     return as_messages(text) or [text]
 
