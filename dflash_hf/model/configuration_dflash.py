@@ -462,6 +462,34 @@ class DFlashConfig(PreTrainedConfig):
         return {**reader(raw, given), "model_type": cls.model_type}
 
     @classmethod
+    def of_this_class(cls, config: PreTrainedConfig, argument: str = "config") -> Any:
+        """
+        Return the configuration of a draft as an object of this class.
+
+        That of a draft which was loaded with `trust_remote_code=True` has the class of the source files beside it.
+
+        Args:
+            config (`PreTrainedConfig`): The configuration.
+            argument (`str`, defaults to `"config"`): Its name in error messages.
+
+        Returns:
+            `DFlashConfig`: the object itself if it is of this class, or else a copy.
+
+        Raises:
+            TypeError: It is the configuration of another kind of model.
+        """
+        if isinstance(config, cls):
+            return config
+        if getattr(config, "model_type", None) != cls.model_type:
+            raise TypeError(
+                f"{argument} is a {type(config).__name__}, and must be the configuration of a draft. Pass a "
+                "DFlashConfig, or the folder of a draft."
+            )
+        local = cls.from_dict(config.to_dict())
+        local.name_or_path = config.name_or_path
+        return local
+
+    @classmethod
     def read_fields(
         cls, config: str | os.PathLike[str] | Mapping[str, Any] | DFlashConfig, **hub_kwargs: Any
     ) -> dict[str, Any]:
@@ -480,7 +508,7 @@ class DFlashConfig(PreTrainedConfig):
         Raises:
             ValueError: A field is unknown, or the file does not hold the fields of a draft.
             OSError: The file cannot be read.
-            TypeError: `config` is of another type.
+            TypeError: `config` is of another type, or the configuration of another kind of model.
         """
         if isinstance(config, (str, os.PathLike)):
             if os.path.isfile(config) or str(config).endswith(".json"):
@@ -488,8 +516,8 @@ class DFlashConfig(PreTrainedConfig):
             else:
                 config, _ = PreTrainedConfig.get_config_dict(config, **hub_kwargs)
         left_out: Collection[str] = ()
-        if isinstance(config, DFlashConfig):
-            config = config.to_dict()
+        if isinstance(config, PreTrainedConfig):
+            config = cls.of_this_class(config).to_dict()
         if isinstance(config, Mapping) and config.get("model_type") is not None:
             left_out = FIELDS_OF_ONE_TARGET
         if isinstance(config, Mapping) and config.get("model_type") in (None, cls.model_type):

@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.activations import ACT2FN
@@ -902,7 +903,7 @@ class DFlashDraftModel(DFlashBody):
     _hub_writer: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__(config)
+        super().__init__(DFlashConfig.of_this_class(config))
         # `nn.Module.__setattr__` would make the target a submodule.
         object.__setattr__(self, "_target_modules", None)
         self._set_target_source(None, {})
@@ -1208,6 +1209,8 @@ class DFlashDraftModel(DFlashBody):
         kwargs = {**kwargs, "use_safetensors": True}
         kwargs["ignore_mismatched_sizes"] = True  # `_check_loaded_weights` reports them with their names.
         config, given = kwargs.get("config"), {}
+        if isinstance(config, PreTrainedConfig):
+            config = kwargs["config"] = DFlashConfig.of_this_class(config)
         if not isinstance(config, DFlashConfig):
             given = {key: kwargs.pop(key) for key in DFlashConfig.field_names() & kwargs.keys()}
         if distributed_config := kwargs.get("distributed_config"):

@@ -10,9 +10,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .configuration_dflash import DFlashConfig
-from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash import DFlashDraftModel, TargetModules
+
+# Fields of a configuration that a draft completes when it is tied.
+FIELDS_SET_BY_TIE = (
+    "target_name_or_path",
+    "target_num_hidden_layers",
+    "input_embedding_scale",
+    "target_tensor_checksums",
+)
 
 _local_drafts: WeakKeyDictionary[nn.Module, DFlashDraftModel] = WeakKeyDictionary()
+_known_ties: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # the tie that the local draft has
 
 
 def local_draft(draft: Any, argument: str = "draft") -> DFlashDraftModel:
@@ -20,7 +29,7 @@ def local_draft(draft: Any, argument: str = "draft") -> DFlashDraftModel:
     Return a draft as an object of this package.
 
     A draft that was loaded with `trust_remote_code=True` before this package was imported has the class of the source
-    files in its folder. It is replaced by an object of this package that shares its weights.
+    files in its folder. It is replaced by an object of this package that shares its weights and its target.
 
     Args:
         draft ([`DFlashDraftModel`]): the draft, of this package or of its own source files.
@@ -43,13 +52,19 @@ def local_draft(draft: Any, argument: str = "draft") -> DFlashDraftModel:
             "DFlashDraftModel.from_pretrained."
         )
     if draft not in _local_drafts:
-        config = DFlashConfig.from_dict(draft.config.to_dict())
-        config.name_or_path = draft.config.name_or_path
         with torch.device("meta"):
-            local = DFlashDraftModel(config)
+            local = DFlashDraftModel(DFlashConfig.of_this_class(draft.config))
         for (_, ours), (_, theirs) in zip(local.named_parameters(), draft.named_parameters(), strict=True):
             ours.requires_grad_(theirs.requires_grad)
         # keep_vars shares the parameters themselves, so that a later `draft.to(...)` moves both objects.
         local.load_state_dict(draft.state_dict(keep_vars=True), assign=True)
-        _local_drafts[draft] = local
-    return _local_drafts[draft].train(draft.training)
+        local._set_target_source(draft._target_source, draft._target_hub_kwargs)
+        _local_drafts[draft], _known_ties[draft] = local, None
+    local, modules = _local_drafts[draft], draft._target_modules
+    if modules is not _known_ties[draft]:  # the draft was tied since the last call
+        shared = TargetModules(modules.embedding, modules.head, modules.name, follow=modules.follow)
+        object.__setattr__(local, "_target_modules", shared)  # nn.Module would make the target a submodule
+        for name in FIELDS_SET_BY_TIE:
+            setattr(local.config, name, getattr(draft.config, name, None))
+        _known_ties[draft] = modules
+    return local.train(draft.training)
