@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
+from dflash_hf.evaluation.figures import PICTURES
 
 torch.set_num_threads(1)  # tiny models lose more to threads than they gain
 # Plain `pytest` tries the same few inputs at every run. `--hypothesis-profile long` tries new ones.
@@ -154,6 +155,19 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]
     with HubStandIn() as stand_in:
         stand_in.connect(monkeypatch, tmp_path / "hub_home")
         yield stand_in
+
+
+@pytest.fixture
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files without content in place of pictures, whose drawing takes most of the time of a tiny run."""
+
+    def write_blank(results: Any, title: str, folder: str | Path) -> dict[str, str]:
+        for name in PICTURES:
+            (Path(folder) / name).write_bytes(b"")
+        return dict(PICTURES)
+
+    monkeypatch.setattr("dflash_hf.evaluation.output.draw_pictures", write_blank)
+    monkeypatch.setattr("dflash_hf.hub.card_picture.SlotChart.save", lambda chart, path: Path(path).write_bytes(b""))
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ def test_the_standard_suite_is_measured_written_and_put_into_the_card(run, pair,
         assert str(tmp_path) not in text
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_ctrl_c_keeps_what_was_answered_and_the_same_command_goes_on(run, pair, own, tmp_path, monkeypatch):
     target, draft = pair
     arguments = ("eval", "--target", target, "--draft", draft, "--prompts", own, *QUICK)
@@ -165,6 +166,7 @@ def test_without_matplotlib_a_sentence_stands_for_the_pictures(run, pair, own, t
     assert "## Measured: suite" in (Path(draft) / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_card_that_somebody_edited_is_kept(run, pair, own, tmp_path):
     target, draft = pair
     (Path(draft) / "README.md").write_text("# Mine\n")
@@ -200,6 +202,7 @@ def test_what_is_wrong_is_one_line_before_anything_runs(run, pair, own, saved_ta
     )
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_other_weights_or_settings_for_a_folder_of_results_are_refused(run, pair, own, tmp_path):
     target, draft = pair
     arguments = (

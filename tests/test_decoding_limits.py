@@ -48,9 +48,9 @@ def test_a_huge_max_new_tokens_takes_no_more_memory_than_the_text(num_sequences,
 def test_a_text_outgrows_the_first_buffer_many_times():
     target = make_family("llama")
     inputs = ragged_prompts(3, seed=2)
-    texts = target.generate(**inputs, **GREEDY, max_new_tokens=300)
+    texts = target.generate(**inputs, **GREEDY, max_new_tokens=150)
     draft = make_guessing_draft(target).teach(target, texts, 0.3)
-    drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=300)
+    drafted = speculative_generate(target, draft, **inputs, **GREEDY, max_new_tokens=150)
     assert torch.equal(drafted.sequences, texts)
 
 

@@ -43,6 +43,8 @@ from dflash_hf.training.checkpoint_files import damage, last_complete_checkpoint
 from dflash_hf.training.checks import count_rows
 from dflash_hf.training.resume import check_checkpoint, target_fingerprint
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 @pytest.fixture
 def warnings(caplog):

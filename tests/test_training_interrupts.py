@@ -18,6 +18,8 @@ from transformers import TrainerCallback
 
 from dflash_hf import DFlashTrainer
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 class SignalAt(TrainerCallback):
     """Raises a signal once, in a hook of a step."""
@@ -95,6 +97,7 @@ def test_an_evaluation_is_left_and_the_best_checkpoint_rule_does_not_delete_what
         "load_best_model_at_end": True,
         "learning_rate": 1e-5,
         "per_device_eval_batch_size": 1,
+        "eval_serving": False,
     }
     rows = rows_of(make_target(), count=3, new_tokens=12)
     whole = make(tmp_path / "whole", eval_rows=rows, **values)
