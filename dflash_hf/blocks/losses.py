@@ -41,7 +41,7 @@ def decay_weights(loss_mask: torch.Tensor, loss_decay: float | None) -> torch.Te
         ValueError: `loss_decay` is smaller, or not a number.
     """
     if loss_decay is not None and not loss_decay >= MIN_LOSS_DECAY:
-        raise ValueError(f"loss_decay={loss_decay} must be at least {MIN_LOSS_DECAY}.")
+        raise ValueError(f"loss_decay={loss_decay} must be at least {MIN_LOSS_DECAY}. Pass a larger number.")
     slots = torch.arange(loss_mask.shape[1], device=loss_mask.device, dtype=torch.float32)
     weights = torch.ones_like(slots) if loss_decay is None else torch.exp(-(slots - 1).clamp(min=0) / loss_decay)
     return weights * loss_mask

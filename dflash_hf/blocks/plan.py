@@ -278,9 +278,9 @@ def _check_number(name: str, number: int, minimum: int, maximum: int) -> None:
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(f"{name}={number!r} is a {type(number).__name__} and must be an integer. Pass an int.")
     if number < minimum:
-        raise ValueError(f"{name}={number} must be at least {minimum}.")
+        raise ValueError(f"{name}={number} must be at least {minimum}. Pass a larger number.")
     if number > maximum:
-        raise ValueError(f"{name}={number} must be at most {maximum}.")
+        raise ValueError(f"{name}={number} must be at most {maximum}. Pass a smaller number.")
 
 
 def _check_arguments(

@@ -133,7 +133,7 @@ def run_loop(
         ValueError: `loop` is not known.
     """
     if loop not in LOOPS:
-        raise ValueError(f"loop={loop!r} must be one of {', '.join(LOOPS)}.")
+        raise ValueError(f"loop={loop!r} must be one of {', '.join(LOOPS)}. Choose one of them.")
     generate: Any = target.generate  # a mixin's method, which type checkers do not see
     if draft is None:
         return generate(**arguments), None

@@ -184,7 +184,7 @@ def load_target(
         OSError: the weights or the tokenizer cannot be read.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}. Choose one of them.")
     target = open_target(name, dtype, revision)
     with _one_line_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")

@@ -68,7 +68,7 @@ def check_values(args: Any) -> None:
     """
     for name, choices in CHOICES.items():
         if getattr(args, name) not in choices:
-            raise ValueError(f"{name}={getattr(args, name)!r} must be one of {choices}.")
+            raise ValueError(f"{name}={getattr(args, name)!r} must be one of {choices}. Choose one of them.")
     for name, minimum in MINIMUM_OF_INTEGERS.items():
         value = getattr(args, name)
         if value is None:
@@ -76,14 +76,16 @@ def check_values(args: Any) -> None:
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__} and must be an integer. Pass an int.")
         if value < minimum:
-            raise ValueError(f"{name}={value} must be at least {minimum}.")
+            raise ValueError(f"{name}={value} must be at least {minimum}. Pass a larger number.")
     for name, (smallest, largest) in RANGES_OF_NUMBERS.items():
         value = _number(args, name)
         if value is not None and not smallest <= value <= largest:
-            raise ValueError(f"{name}={value} must be at least {smallest:g} and at most {largest:g}.")
+            raise ValueError(
+                f"{name}={value} must be at least {smallest:g} and at most {largest:g}. Pass a number in this range."
+            )
     minutes = _number(args, "max_train_minutes")
     if minutes is not None and not 0 < minutes < math.inf:
-        raise ValueError(f"max_train_minutes={minutes} must be positive and finite, or unset.")
+        raise ValueError(f"max_train_minutes={minutes} must be positive and finite, or unset. Pass such a number.")
     if args.ce_weight == args.l1_weight == args.kl_weight == 0:
         raise ValueError(
             "ce_weight, l1_weight and kl_weight are all 0, so that nothing would be learned. Raise one of them."

@@ -21,6 +21,8 @@ from ..model.modeling_dflash import DFlashDraftModel
 from ..target.loading import has_weights
 from .arguments import DFlashTrainingArguments
 
+logger = logging.get_logger(__name__)
+
 
 def check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, target: PreTrainedModel) -> None:
     """
@@ -100,9 +102,6 @@ def hide_target(draft: DFlashDraftModel) -> Iterator[None]:
     finally:
         for name in names:
             delattr(draft, name)
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
