@@ -416,10 +416,3 @@ def test_what_cannot_be_done_is_refused_with_the_reason(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         LocalBackend(make_chat_target(), tokenizer, SamplingParameters())
-
-
-def test_stop_strings_of_the_target_are_refused_in_one_line(tokenizer):
-    target = make_chat_target()
-    target.generation_config.stop_strings = ["b"]
-    with pytest.raises(ValueError, match=r"has stop_strings=\['b'\], and completions end with .* Unset them"):
-        LocalBackend(target, tokenizer, SamplingParameters(8))

@@ -30,7 +30,7 @@ class DecodingBenchmark:
     For each temperature and batch size every method is warmed up once. Then all methods decode one batch after the
     other, and the order of the methods rotates by one with every batch, so that a change of the machine's speed
     affects all of them. All methods generate from the same distribution, since the target's generation config is
-    replaced by one that keeps only its special tokens.
+    replaced by one that keeps only its special tokens and stop strings.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]), tokenizer (`PreTrainedTokenizerBase`): the pair, with
@@ -66,6 +66,9 @@ class DecodingBenchmark:
         for ids in self.prompts:
             check_prompt_ids(target, ids, tokenizer)
         self.left_out: dict[str, str] = {}
+        if self.protocol.stop_strings:
+            reason = "it does not look for the target's stop strings at every token"
+            self.left_out = {"native": reason} | ({"reference": reason} if self.reference is not None else {})
 
     @property
     def num_runs(self) -> int:

@@ -46,7 +46,13 @@ def decode(
     batch_sizes: Annotated[
         str, typer.Option(help="Numbers of sequences to decode together; loops of other packages take one.")
     ] = BATCH_SIZES,
-    temperatures: Annotated[str, typer.Option(help="0 decodes greedily, above 0 samples.")] = TEMPERATURES,
+    temperatures: Annotated[
+        str,
+        typer.Option(
+            help="0 decodes greedily, above 0 samples. Of the target's generation config, only end tokens and stop "
+            "strings are used."
+        ),
+    ] = TEMPERATURES,
     block_sizes: Annotated[
         str,
         typer.Option(help="Slots that our loop verifies: numbers, 'trained' for the draft's own number, or 'auto'."),
@@ -129,6 +135,8 @@ def decode(
         highlight=False,
         soft_wrap=True,
     )
+    if benchmark.protocol.ignored is not None:
+        console.print(benchmark.protocol.ignored, style="yellow", markup=False, highlight=False, soft_wrap=True)
     runs: list[DecodingRun] = []
 
     def write(summaries: list[DecodingSummary], is_complete: bool) -> None:

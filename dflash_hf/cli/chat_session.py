@@ -17,9 +17,11 @@ from ..blocks.metrics import AcceptanceRecord
 from ..data.chat_template import chat_inputs
 from ..data.detokenize import IncrementalDetokenizer
 from ..decoding.generate import speculative_generate
+from ..decoding.generation_settings import ONE_RESPONSE, check_generation_config
 from ..decoding.loop import VerifyPass
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
+from ..target.hidden_states import unwrap_peft
 from ..target.learned_positions import context_length
 from ..target.token_ids import check_prompt_ids
 
@@ -229,6 +231,9 @@ class ChatSession:
 
     Attributes:
         messages (`list[dict]`): the conversation, each message with `role` and `content`.
+
+    Raises:
+        ValueError: the target's generation config asks for more than greedy decoding or sampling.
     """
 
     def __init__(
@@ -246,7 +251,8 @@ class ChatSession:
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.system, self.block_size, self.is_plain = system, block_size, is_plain
         self.max_new_tokens = max_new_tokens
-        self.generate_kwargs = {"pad_token_id": tokenizer.pad_token_id, **generate_kwargs}
+        self.generate_kwargs = {**ONE_RESPONSE, "pad_token_id": tokenizer.pad_token_id, **generate_kwargs}
+        check_generation_config(unwrap_peft(target), **self.generate_kwargs)
         self.warm_up_speed, self.plain_speed, self.drafted_speed = Speed(), Speed(), Speed()
         self.reset()
 

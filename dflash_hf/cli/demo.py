@@ -90,6 +90,7 @@ def demo(
 
     from ..data.loading import load_rows
     from ..data.prompts import read_prompts
+    from ..decoding.generation_settings import ONE_RESPONSE, check_generation_config
     from ..evaluation.compare import compare_on_prompts, summarize_comparisons
     from ..hub.model_card import FACTS_NAME, DraftCard, write_model_card
     from ..model.modeling_dflash import DFlashDraftModel
@@ -114,6 +115,7 @@ def demo(
     console.rule("[bold]1 · target")
     folder = target or str(prepare_demo_target())
     model, tokenizer = load_target(folder, torch.bfloat16)
+    check_generation_config(model, **ONE_RESPONSE, do_sample=False)
     name = target or DEMO_TARGET.name
     console.print(f"{name}, {model.num_parameters() / 1e6:.0f} M parameters, bfloat16, on {model.device}")
 

@@ -58,7 +58,11 @@ def evaluate(
     ] = DEFAULTS.max_new_tokens,
     temperatures: Annotated[
         str,
-        typer.Option(help="Temperatures to measure: 0 decodes greedily, above 0 samples.", rich_help_panel=RESPONSES),
+        typer.Option(
+            help="Temperatures to measure: 0 decodes greedily, above 0 samples. Of the target's generation config, "
+            "only end tokens and stop strings are used.",
+            rich_help_panel=RESPONSES,
+        ),
     ] = TEMPERATURES,
     thinking: Annotated[
         str,
@@ -139,7 +143,7 @@ def evaluate(
             highlight=False,
             soft_wrap=True,
         )
-        for line in evaluation.left_out:
+        for line in evaluation.notes:
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
         if state.num_processes > 1:
             console.print(f"[yellow]{CONTENTION}[/]", highlight=False, soft_wrap=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
 
 from ..model.configuration_dflash import describe_target
 from ..model.modeling_dflash import DFlashDraftModel
@@ -15,6 +14,7 @@ from ..model.remote_code import local_draft
 from ..target.learned_positions import learned_positions
 from ..target.rotary import length_dependent_angles
 from ..target.token_ids import check_prompt_ids
+from .generation_settings import SUPPORTED_MODES
 from .gqa_attention import MASKED_ATTENTION
 from .kv_cache import RECURRENT_TYPES, RaggedCache
 
@@ -95,15 +95,18 @@ def check_call(
 def _check_settings(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
     """Refuse kinds of generation, outputs and kinds of targets that a draft does not support."""
     mode = generation_config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in SUPPORTED_MODES:
+        change = "Set num_beams=1" if "beam" in mode.value else "Unset what asks for it in the generation config"
         raise ValueError(
             f"The generation settings ask for {mode.value.replace('_', ' ')} "
-            f"(num_beams={generation_config.num_beams}), and a draft supports greedy decoding and sampling. Set "
-            "num_beams=1. For several completions of a prompt, pass do_sample=True and num_return_sequences."
+            f"(num_beams={generation_config.num_beams}), and a draft supports greedy decoding and sampling. {change}. "
+            "For several completions of a prompt, pass do_sample=True and num_return_sequences."
         )
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(generation_config, name) and generation_config.return_dict_in_generate:
-            raise ValueError(f"{name}=True was passed, and decoding with a draft does not collect it. Leave it out.")
+            raise ValueError(
+                f"{name}=True is set, and decoding with a draft does not collect it. Leave it out or unset it."
+            )
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"The target {describe_target(model)} has an encoder, and a draft needs a decoder-only model. Use plain "

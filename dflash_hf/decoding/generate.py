@@ -28,6 +28,7 @@ from ..target.rotary import length_dependent_angles
 from . import PROPOSALS
 from .call_checks import check_cache_holds_less, check_call, check_length_of_text, tree_obstacle, usable_draft
 from .draft_length import AdaptiveDraftLength, DraftLengthScheduler, FixedDraftLength, latency_model_of
+from .generation_settings import check_token_healing
 from .kv_cache import check_cache_continuation
 from .logits_processing import BlockLogitsProcessor
 from .loop import Continuation, DecodingLoop, VerifyPass
@@ -213,11 +214,15 @@ def speculative_generate(
         `cache` from which a later call with the whole text can continue (`cache=`).
 
     Raises:
-        ValueError: See [`dflash_decoding`]. Also, `stop_strings` came without a `tokenizer`.
+        ValueError: See [`dflash_decoding`]. Also, `stop_strings` came without a `tokenizer`, or
+            `token_healing` is set.
     """
     source = ""
-    for config in (generate_kwargs.get("generation_config"), unwrap_peft(target).generation_config):
-        if stop_strings is None and config is not None and config.stop_strings is not None:
+    given = (generate_kwargs.get("generation_config"), unwrap_peft(target).generation_config)
+    configs = [config for config in given if config is not None]
+    check_token_healing(generate_kwargs.get("token_healing"), *(config.token_healing for config in configs))
+    for config in configs:
+        if stop_strings is None and config.stop_strings is not None:
             stop_strings, source = config.stop_strings, " of the generation config"
     if stop_strings is not None:
         if tokenizer is None:

@@ -4,8 +4,33 @@ from __future__ import annotations
 
 import time
 
-from transformers import StoppingCriteriaList
+import torch
+from torch.nn import functional
+from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import stopping_criteria
+
+NO_TOKEN = torch.iinfo(
+    torch.long
+).max  # StopStringCriteria (transformers 5.24) gives ids beyond the vocabulary no text
+
+
+def stop_string_ends(criterion: StopStringCriteria, token_ids: torch.Tensor, start: int) -> list[bool]:
+    """
+    Find the tokens of a text that complete a stop string.
+
+    Args:
+        criterion (`StopStringCriteria`): The stop strings.
+        token_ids (`torch.LongTensor` of shape `[columns]`): The text, the prompt included, because a stop string may
+            begin there.
+        start (`int`): The first column that is examined.
+
+    Returns:
+        `list[bool]`: One value for each column from `start` on, True where plain generation would stop.
+    """
+    size = criterion.maximum_token_len
+    windows = functional.pad(token_ids, (size - 1, 0), value=NO_TOKEN).unfold(0, size, 1)[start:]
+    ends: list[bool] = criterion(windows, None).tolist() if len(windows) else []
+    return ends
 
 
 class BlockStoppingCriteria:

@@ -146,6 +146,7 @@ class Diagnosis:
                 max_new_tokens=self._response_length(inputs),
                 do_sample=False,
                 pad_token_id=self.tokenizer.pad_token_id,
+                tokenizer=self.tokenizer,
             )
             for inputs in self.responses.inputs
         ]

@@ -17,6 +17,7 @@ from ..blocks.head_losses import default_chunk_size
 from ..blocks.plan import blocks_of_each_row
 from ..data.chat_template import chat_inputs
 from ..data.collator import DFlashCollator
+from ..decoding.generation_settings import ONE_RESPONSE, check_generation_config
 from ..evaluation.simulate import accepted_tokens_at_every_anchor, simulate_decoding
 from ..evaluation.timed_generation import generate_timed
 from ..model.modeling_dflash import DFlashDraftModel
@@ -113,6 +114,7 @@ def generate_responses(
     Raises:
         ValueError: See [`response_length`].
     """
+    check_generation_config(target, **ONE_RESPONSE, do_sample=False)
     inputs: list[dict[str, torch.Tensor]] = []
     completions: list[list[int]] = []
     rows: list[dict[str, Any]] = []
@@ -124,7 +126,12 @@ def generate_responses(
             prompt_inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         num_tokens = response_length(target, prompt_inputs["input_ids"].shape[1], max_new_tokens)
         completion = generate_timed(
-            target, prompt_inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            target,
+            prompt_inputs,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            tokenizer=tokenizer,
         ).token_ids
         prompt_ids = prompt_inputs["input_ids"][0].tolist()
         mask = [False] * len(prompt_ids) + [True] * len(completion)

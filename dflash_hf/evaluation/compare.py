@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..blocks.metrics import AcceptanceRecord
 from ..data.chat_template import chat_inputs
 from ..data.text import short
+from ..decoding.generation_settings import ONE_RESPONSE, check_generation_config
 from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
@@ -24,6 +25,8 @@ from .timed_generation import LOOPS, Generation, generate_timed
 
 WARM_UP_TOKENS = 8
 PROBE_TOKENS = 4  # the first token, and at least one verify pass whose rejected tokens leave the cache
+# The loop of transformers 5.24 looks for stop strings at the end of a block alone, and guides whole blocks at once.
+OTHER_TEXT_IN_BLOCKS = ("stop_strings", "guidance_scale")
 
 
 @dataclass
@@ -140,6 +143,7 @@ def compare_on_prompts(
         [`Comparison`], one for each prompt.
     """
     target, draft, tokenizer = unwrap_peft(target), local_draft(draft), text_tokenizer(tokenizer)
+    check_generation_config(target, **{**ONE_RESPONSE, "do_sample": False, **generate_kwargs})
     # Stop strings of a generation config need the tokenizer.
     kwargs = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "tokenizer": tokenizer, **generate_kwargs}
     for index, prompt in enumerate(prompts):
@@ -192,20 +196,33 @@ def _rate(generations: Sequence[Generation]) -> float:
 
 
 def generated_acceptance_length(
-    target: PreTrainedModel, draft: DFlashDraftModel, rows: Iterable[Mapping[str, Any]], *, max_new_tokens: int
+    target: PreTrainedModel,
+    draft: DFlashDraftModel,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    max_new_tokens: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> float | None:
     """
-    Generate greedily from the prompts of rows with the loop of transformers, and return the acceptance length.
+    Generate greedily from the prompts of rows, and return the acceptance length.
+
+    The loop is that of transformers, or that of this package where the target's generation config has an entry of
+    which the former makes another text than plain generation.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
         rows (`Iterable[Mapping]`): prepared rows. The tokens before the first supervised one are the prompt, and a row
             without supervised tokens is skipped, and so is one that ends where the target's table of positions ends.
         max_new_tokens (`int`): greatest length of a response in tokens. It is shorter where the table ends.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's tokenizer, which stop strings of its generation
+            config need.
 
     Returns:
         `float`, or `None` if no pass had a draft.
     """
+    config = target.generation_config
+    is_other_text = any(getattr(config, name, None) is not None for name in OTHER_TEXT_IN_BLOCKS)
+    loop = LOOPS[0] if is_other_text else LOOPS[1]
     draft, acceptance = local_draft(draft), AcceptanceRecord()
     for row in rows:
         if not any(row["supervised_mask"]):
@@ -219,8 +236,9 @@ def generated_acceptance_length(
         kwargs = {
             "max_new_tokens": max_new_tokens if room is None else min(max_new_tokens, room),
             "do_sample": False,
+            "tokenizer": tokenizer,
         }
-        generation = generate_timed(target, inputs, draft, loop="transformers", **kwargs)
+        generation = generate_timed(target, inputs, draft, loop=loop, **kwargs)
         acceptance += generation.acceptance(draft.config.block_size)
     return acceptance.acceptance_length
 

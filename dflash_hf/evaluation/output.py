@@ -40,7 +40,7 @@ def suite_settings(evaluation: SuiteEvaluation, target: str, draft: str) -> dict
     Returns:
         `dict`: plain values without paths.
     """
-    settings = evaluation.settings
+    settings, stop_strings = evaluation.settings, evaluation.protocol.stop_strings
     return {
         "target": target_label(target),
         "target weights": model_digest(evaluation.target),
@@ -55,6 +55,7 @@ def suite_settings(evaluation: SuiteEvaluation, target: str, draft: str) -> dict
         "thinking": list(evaluation.thinking),
         "batch_sizes": list(settings.batch_sizes),
         "seed": settings.seed,
+        **({"stop strings": stop_strings} if stop_strings else {}),  # folders of targets without them stay as they are
         "prompts": {
             name: f"{len(each.conversations)} of {each.num_available}, digest {each.digest}"
             for name, each in evaluation.sets.items()
@@ -173,7 +174,7 @@ def collect(evaluation: SuiteEvaluation, journal: SuiteJournal, command: str) ->
         "num_pairs": len(journal.pairs),
         "num_pairs_wanted": evaluation.num_pairs,
         "is_contended": is_contended,
-        "notes": [*([CONTENTION] if is_contended else []), *evaluation.left_out],
+        "notes": [*([CONTENTION] if is_contended else []), *evaluation.notes],
         "definitions": DEFINITIONS,
         "target": journal.settings["target"],
         "target_revision": getattr(evaluation.target.config, "_commit_hash", None),

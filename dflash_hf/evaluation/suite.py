@@ -56,9 +56,9 @@ class SuiteEvaluation:
     Answer every prompt without and with the draft.
 
     Both methods are warmed up in each setting, and the one that comes first alternates from pair to pair. Both use the
-    whole distribution of the target: its generation config is replaced by one that keeps only its special tokens. A
-    later turn continues from the plain responses to the turns before it, so that both methods answer the same
-    conversation.
+    whole distribution of the target: its generation config is replaced by one that keeps only its special tokens and
+    stop strings. A later turn continues from the plain responses to the turns before it, so that both methods answer
+    the same conversation.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]), tokenizer (`PreTrainedTokenizerBase`): the pair.
@@ -102,6 +102,11 @@ class SuiteEvaluation:
             for batch in _batches(prompt_set, Setting(temperature, thinking, batch_size))
         ]
         self._check_lengths()
+
+    @property
+    def notes(self) -> list[str]:
+        """`list[str]`: what is not answered, and which entries of the target's generation config are not used."""
+        return [*self.left_out, *([] if self.protocol.ignored is None else [self.protocol.ignored])]
 
     @property
     def num_pairs(self) -> int:
@@ -190,7 +195,9 @@ class SuiteEvaluation:
             plain_s=outputs[False].seconds,
             drafted_token_ids=drafted,
             drafted_s=outputs[True].seconds,
-            is_truncated=[tokens[-1] not in self.protocol.end_token_ids for tokens in drafted],
+            is_truncated=[
+                self.protocol.is_truncated(prompt, tokens) for prompt, tokens in zip(prompts, drafted, strict=True)
+            ],
             committed=statistics.committed,
             verified=statistics.verified,
             starts=statistics.starts,

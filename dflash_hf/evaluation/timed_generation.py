@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from ..blocks.metrics import AcceptanceRecord
 from ..decoding.generate import speculative_generate
+from ..decoding.generation_settings import ONE_RESPONSE
 from ..decoding.statistics import DecodingStatistics
+from ..decoding.stopping_criteria import stop_string_ends
 from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..model.modeling_dflash import DFlashDraftModel
 from ..model.remote_code import local_draft
@@ -23,6 +25,13 @@ from ..target.token_ids import check_prompt_ids, padding_token_id
 
 Result = TypeVar("Result")
 LOOPS = ("dflash_hf", "transformers")
+# Entries of a generation config that a measurement keeps, or has its own values for.
+MEASURED_SETTINGS = (
+    *("eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "max_length", "max_new_tokens"),
+    *("do_sample", "temperature", "top_k", "top_p", "transformers_version", "_from_model_config"),
+    *("use_cache", "cache_implementation", "cache_config", "prefill_chunk_size"),  # without influence on a text
+    *ONE_RESPONSE,
+)
 
 
 @dataclass
@@ -138,7 +147,9 @@ def run_loop(
     if draft is None:
         return generate(**arguments), None
     if loop == "transformers":
-        return generate(**arguments, assistant_model=draft, speculation_type="dflash"), None
+        # This loop of transformers 5.24 needs a cache from which it can remove tokens.
+        own_cache: dict[str, Any] = {"use_cache": True, "cache_implementation": None}
+        return generate(**{**arguments, **own_cache}, assistant_model=draft, speculation_type="dflash"), None
     output = speculative_generate(target, draft, **options, **arguments)
     return output.sequences, output.statistics
 
@@ -196,7 +207,8 @@ def generate_timed(
         inputs (`dict`): `input_ids` of shape `[1, length]` and `attention_mask`.
         draft ([`DFlashDraftModel`], *optional*): its draft; plain generation if `None`.
         loop (`str`, defaults to `"dflash_hf"`): the loop that takes the draft, see [`run_loop`].
-        **kwargs: arguments of `generate`.
+        **kwargs: arguments of `generate`, which otherwise decodes one response without beams. Stop strings of the
+            target's generation config need the `tokenizer`.
 
     Returns:
         [`Generation`]
@@ -206,7 +218,7 @@ def generate_timed(
     """
     draft = None if draft is None else local_draft(draft)
     with PassRecorder(target, draft) as recorder:
-        output = generate_batch(target, draft, {**inputs, **kwargs}, loop=loop)
+        output = generate_batch(target, draft, {**ONE_RESPONSE, **inputs, **kwargs}, loop=loop)
     token_ids = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     if output.statistics is not None:
         return Generation(token_ids, output.seconds, output.statistics.committed[0], output.statistics.verified[0])
@@ -303,23 +315,33 @@ class GenerationProtocol:
     Settings that a measurement fixes, so that all methods generate from the same distribution.
 
     Args:
-        target (`PreTrainedModel`): the target. Its generation config names the tokens that end a response.
+        target (`PreTrainedModel`): the target. Its generation config names the tokens and the stop strings that end a
+            response.
         tokenizer (`PreTrainedTokenizerBase`): its tokenizer, which names the padding token.
+
+    Attributes:
+        end_token_ids (`list[int]`): the tokens that end a response.
+        stop_strings (`list[str]`, *optional*): the strings that end a response.
+        ignored (`str`, *optional*): a sentence about the entries of the generation config that are not used; `None` if
+            there are none.
     """
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.target = target
+        self.target, self.tokenizer = target, text_tokenizer(tokenizer)
         given: Any = target.generation_config
+        self.stop_strings: Any = None if given is None else given.stop_strings
+        self._criterion = StopStringCriteria(self.tokenizer, self.stop_strings) if self.stop_strings else None
+        self.ignored = _ignored_settings(given)
         end_token_ids = [] if given is None or given.eos_token_id is None else given.eos_token_id
         self.end_token_ids: list[int] = end_token_ids if isinstance(end_token_ids, list) else [end_token_ids]
-        self.pad_token_id = padding_token_id(target, [text_tokenizer(tokenizer).pad_token_id, *self.end_token_ids])
+        self.pad_token_id = padding_token_id(target, [self.tokenizer.pad_token_id, *self.end_token_ids])
 
     @contextmanager
     def override_generation_config(self) -> Iterator[None]:
-        """Replace the target's generation config, inside the context, by one that keeps only its special tokens."""
+        """Replace the target's generation config, inside the context, by one that keeps only what ends a response."""
         original = self.target.generation_config
         self.target.generation_config = GenerationConfig(
-            eos_token_id=self.end_token_ids or None, pad_token_id=self.pad_token_id
+            eos_token_id=self.end_token_ids or None, pad_token_id=self.pad_token_id, stop_strings=self.stop_strings
         )
         try:
             yield
@@ -349,6 +371,8 @@ class GenerationProtocol:
             "max_new_tokens": max_new_tokens,
             "do_sample": temperature > 0,
         }
+        if self.stop_strings:
+            arguments["tokenizer"] = self.tokenizer
         if temperature > 0:
             arguments.update(temperature=temperature, top_k=0, top_p=1.0)
         return arguments
@@ -365,9 +389,42 @@ class GenerationProtocol:
             `list[list[int]]`: new tokens of each sequence up to and including the first that ends the response;
             padding follows behind it.
         """
-        return [self._up_to_end(tokens) for tokens in sequences[:, num_prompt_tokens:].tolist()]
+        responses = []
+        for sequence in sequences:
+            tokens, is_end = sequence[num_prompt_tokens:].tolist(), self._ends(sequence, num_prompt_tokens)
+            responses.append(tokens[: is_end.index(True) + 1] if any(is_end) else tokens)
+        return responses
 
-    def _up_to_end(self, tokens: list[int]) -> list[int]:
-        """Truncate the tokens of one sequence after its first end token."""
-        ends = [index for index, token in enumerate(tokens) if token in self.end_token_ids]
-        return tokens[: ends[0] + 1] if ends else tokens
+    def is_truncated(self, prompt: torch.Tensor, response: list[int]) -> bool:
+        """
+        Return whether a response was ended by its length alone.
+
+        Args:
+            prompt (`torch.LongTensor` of shape `[length]`): its prompt.
+            response (`list[int]`): its tokens, at least one.
+
+        Returns:
+            `bool`
+        """
+        text = torch.cat([prompt, prompt.new_tensor(response)])
+        return not self._ends(text, len(text) - 1)[0]
+
+    def _ends(self, sequence: torch.Tensor, start: int) -> list[bool]:
+        """Return whether each token of a sequence from `start` on ends a response."""
+        is_end = [token in self.end_token_ids for token in sequence[start:].tolist()]
+        if self._criterion is None:
+            return is_end
+        is_stop = stop_string_ends(self._criterion, sequence, start)
+        return [end or stop for end, stop in zip(is_end, is_stop, strict=True)]
+
+
+def _ignored_settings(config: GenerationConfig | None) -> str | None:
+    """Say which entries of a generation config a measurement does not use."""
+    entries = {} if config is None else config.to_diff_dict()
+    ignored = [f"{name}={value!r}" for name, value in entries.items() if name not in MEASURED_SETTINGS]
+    if not ignored:
+        return None
+    return (
+        f"Not used of the target's generation config: {', '.join(ignored)}. Both methods decode from the distribution "
+        "that the temperature alone gives."
+    )

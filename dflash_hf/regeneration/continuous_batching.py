@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from ..decoding.gqa_attention import MASKED_ATTENTION
 from ..decoding.kv_cache import ATTENTION_TYPES
 from ..decoding.masks import target_masks
+from ..decoding.stopping_criteria import NO_TOKEN
 from ..target.rotary import exclusive_angles
 from .sampling import Prompt, RandomNumbers, TokenSelection, sample_tokens
 
@@ -335,14 +336,24 @@ class ContinuousBatcher:
         self.tokens[:count].scatter_(1, columns + 1, chosen[:, None])
         for sequence, token in zip(self.sequences, chosen.tolist(), strict=True):
             sequence.token_ids.append(token)
-        return self._pop_finished()
+        return self._pop_finished(self._complete_stop_strings(columns + 1))
 
-    def _pop_finished(self) -> list[tuple[Prompt, list[int]]]:
+    def _complete_stop_strings(self, columns: torch.Tensor) -> list[bool]:
+        """Return whether the last token of each sequence, in columns `[sequences, 1]`, completes a stop string."""
+        criterion = self.selection.stop_strings
+        if criterion is None:
+            return [False] * len(columns)
+        last = columns + torch.arange(1 - criterion.maximum_token_len, 1, device=columns.device)
+        texts: Any = self.tokens[: len(columns)].gather(1, last.clamp(min=0)).masked_fill(last < 0, NO_TOKEN)
+        ends: Any = criterion(texts, None)
+        return [bool(end) for end in ends]
+
+    def _pop_finished(self, is_stopped: list[bool]) -> list[tuple[Prompt, list[int]]]:
         """Remove the completions that ended, and move the last sequences to their batch indices."""
         finished = []
         for index in reversed(range(len(self.sequences))):
             sequence = self.sequences[index]
-            is_at_end = sequence.token_ids[-1] in self.selection.eos_token_ids
+            is_at_end = is_stopped[index] or sequence.token_ids[-1] in self.selection.eos_token_ids
             if is_at_end or len(sequence.token_ids) == sequence.prompt.max_new_tokens:
                 finished.append((sequence.prompt, sequence.token_ids))
                 last = self.sequences.pop()

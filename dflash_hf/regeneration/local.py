@@ -7,10 +7,18 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.utils import logging
 
 from ..data.chat_template import ChatRenderer, ChatTemplateError
+from ..decoding.stopping_criteria import NO_TOKEN
 from ..model.configuration_dflash import describe_target
 from ..target.hidden_states import unwrap_peft
 from ..target.learned_positions import context_length
@@ -24,6 +32,19 @@ from .sampling import Prompt, RandomNumbers, SampledTokens, TokenSelection
 logger = logging.get_logger(__name__)
 
 WINDOW_BATCHES = 4  # this many batches of requests are read ahead and sorted by length
+
+
+class _StopStringsAfterPadding(StoppingCriteria):
+    """Look for stop strings in a batch, and not in the padding before its prompts."""
+
+    def __init__(self, criterion: StopStringCriteria, padding_lengths: torch.Tensor) -> None:
+        self.criterion, self.padding_lengths = criterion, padding_lengths
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        text: Any = input_ids.masked_fill(columns < self.padding_lengths[:, None], NO_TOKEN)
+        ends: Any = self.criterion(text, scores)
+        return ends
 
 
 class StaticBatcher:
@@ -77,6 +98,11 @@ class StaticBatcher:
             numbers = [RandomNumbers(prompt.seed) for prompt in prompts]
             sampled = SampledTokens(self.selection.sampling_processors, numbers)
             kwargs |= {"do_sample": False, "logits_processor": LogitsProcessorList([sampled])}
+        if self.selection.stop_strings is not None:
+            criterion = _StopStringsAfterPadding(
+                self.selection.stop_strings, torch.tensor(padding_lengths, device=device)
+            )
+            kwargs["stopping_criteria"] = StoppingCriteriaList([criterion])
         generate: Any = self.target.generate  # type checkers do not see this method of a mixin
         output = generate(
             input_ids,
@@ -85,13 +111,13 @@ class StaticBatcher:
             **kwargs,
         )
         return [
-            (prompt, self._up_to_end(token_ids[: prompt.max_new_tokens]))
+            (prompt, self._up_to_end(prompt, token_ids[: prompt.max_new_tokens]))
             for prompt, token_ids in zip(prompts, output[:, longest:].tolist(), strict=True)
         ]
 
-    def _up_to_end(self, token_ids: list[int]) -> list[int]:
-        ends = [index for index, token in enumerate(token_ids) if token in self.selection.eos_token_ids]
-        return token_ids[: ends[0] + 1] if ends else token_ids
+    def _up_to_end(self, prompt: Prompt, token_ids: list[int]) -> list[int]:
+        end = self.selection.end_of(prompt.ids, token_ids)
+        return token_ids if end is None else token_ids[: end + 1]
 
 
 class LocalBackend:
@@ -215,13 +241,15 @@ class LocalBackend:
         Make the assistant's message.
 
         Special tokens within the text are kept, because tool calls are written with them, and because the template
-        then gives the same tokens when the conversation is rendered again.
+        then gives the same tokens when the conversation is rendered again. So is a stop string, as in plain
+        generation.
         """
         is_at_end = token_ids[-1] in self.selection.eos_token_ids
+        is_stopped = is_at_end or self.selection.end_of(prompt.ids, token_ids) is not None
         text = self.tokenizer.decode(token_ids[:-1] if is_at_end else token_ids, clean_up_tokenization_spaces=False)
         return Completion(
             {"role": "assistant", "content": text},
-            "stop" if is_at_end else "length",
+            "stop" if is_stopped else "length",
             prompt_ids=prompt.ids,
             token_ids=token_ids,
         )

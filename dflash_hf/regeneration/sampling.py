@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StopStringCriteria,
+)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from ..decoding.generation_settings import ONE_RESPONSE, SUPPORTED_MODES, check_token_healing
 from ..decoding.logits_processing import PREFIX_FREE, SEQUENCE_WISE
-from ..model.configuration_dflash import describe_target
+from ..decoding.stopping_criteria import stop_string_ends
+from ..model.configuration_dflash import describe_target, text_tokenizer
 from ..target.token_ids import padding_token_id
 from .requests import SamplingParameters
 
@@ -76,14 +84,15 @@ class TokenSelection:
         generate_kwargs (`dict`): arguments of `target.generate` for these sampling parameters.
         do_sample (`bool`): whether tokens are sampled; otherwise decoding is greedy.
         eos_token_ids (`list[int]`): the tokens that end a completion.
+        stop_strings (`StopStringCriteria`, *optional*): the strings that end a completion.
         is_stateful (`bool`): whether a processor keeps a state from token to token, or depends on the batch index.
         num_prefix_processors (`int`): the number of prefix processors.
         processors (`LogitsProcessorList`): those after the prefix processors.
         sampling_processors (`LogitsProcessorList`): those that sampling adds to the ones of greedy decoding.
 
     Raises:
-        ValueError: the target's generation config asks for beam search or for a stopping criterion other than an end
-            token or a length.
+        ValueError: the target's generation config asks for beam search, for token healing, or for a stopping criterion
+            other than an end token, a stop string or a length.
     """
 
     def __init__(
@@ -91,13 +100,13 @@ class TokenSelection:
     ) -> None:
         self.target = target
         config: Any = target.generation_config
-        if config.stop_strings is not None:
-            raise ValueError(
-                f"The generation config of the target {describe_target(target)} has "
-                f"stop_strings={config.stop_strings!r}, and completions end with an end token or a length. Unset them "
-                "in target.generation_config, or let a server complete the prompts."
-            )
-        self.generate_kwargs: dict[str, Any] = {"num_return_sequences": 1, "return_dict_in_generate": False}
+        check_token_healing(config.token_healing)
+        self.stop_strings: StopStringCriteria | None = None
+        if config.stop_strings:
+            self.stop_strings = StopStringCriteria(text_tokenizer(tokenizer), config.stop_strings)
+        # The batchers look for stop strings themselves, because a batch has padding that has a text, too.
+        self.generate_kwargs: dict[str, Any] = {**ONE_RESPONSE, "stop_strings": None}
+        del self.generate_kwargs["num_beams"]  # own sampling may not replace beams silently
         if sampling.temperature is not None:
             self.generate_kwargs |= {"do_sample": sampling.temperature > 0, "num_beams": 1}
         if sampling.temperature:
@@ -111,15 +120,15 @@ class TokenSelection:
         padding = [config.pad_token_id, tokenizer.pad_token_id]
         self.generate_kwargs["pad_token_id"] = padding_token_id(target, padding)
         prepared = self._prepare([0], sampling.max_new_tokens)
-        self.do_sample = prepared["mode"] == GenerationMode.SAMPLE
+        self.do_sample = prepared["do_sample"]
         self.eos_token_ids = prepared["eos_token_ids"]
         unsupported = prepared["other_criteria"]
-        if unsupported or prepared["mode"] not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        if unsupported or prepared["mode"] not in SUPPORTED_MODES:
             raise ValueError(
                 f"The generation config of the target {describe_target(target)} asks for "
                 f"{', '.join([prepared['mode'].value, *unsupported])}. Completions are decoded greedily or by "
-                "sampling, and end with an end token or a length. Unset the others in target.generation_config, or "
-                "pass a temperature (0 is greedy)."
+                "sampling, and end with an end token, a stop string or a length. Unset the others in "
+                "target.generation_config, or pass a temperature (0 is greedy)."
             )
         processors = prepared["processors"]
         self.is_stateful = any(type(processor) not in SEQUENCE_WISE for processor in processors)
@@ -128,6 +137,24 @@ class TokenSelection:
         self.processors = LogitsProcessorList(processors[self.num_prefix_processors :])
         num_greedy = len(self._prepare([0], sampling.max_new_tokens, do_sample=False)["processors"])
         self.sampling_processors = LogitsProcessorList(processors[num_greedy:])
+
+    def end_of(self, prompt_ids: list[int], token_ids: list[int]) -> int | None:
+        """
+        Find the token that ends a completion.
+
+        Args:
+            prompt_ids (`list[int]`): the prompt, in which a stop string may begin.
+            token_ids (`list[int]`): the completion.
+
+        Returns:
+            `int`, *optional*: the index of the first end token or token that completes a stop string.
+        """
+        is_end = [token in self.eos_token_ids for token in token_ids]
+        if self.stop_strings is not None:
+            text = torch.tensor(prompt_ids + token_ids)
+            is_stop = stop_string_ends(self.stop_strings, text, len(prompt_ids))
+            is_end = [end or stop for end, stop in zip(is_end, is_stop, strict=True)]
+        return is_end.index(True) if any(is_end) else None
 
     def prefix_processors(self, prompt: Prompt) -> LogitsProcessorList:
         """
@@ -162,6 +189,7 @@ class TokenSelection:
             prepared["eos_token_ids"] = sorted({int(token) for item in ends for token in item.eos_token_id.flatten()})
             prepared["other_criteria"] = [type(item).__name__ for item in criteria if item not in ends]
             prepared["mode"] = generation_config.get_generation_mode()
+            prepared["do_sample"] = bool(generation_config.do_sample)
             return input_ids
 
         generate: Any = self.target.generate  # type checkers do not see this method of a mixin

@@ -16,6 +16,7 @@ from accelerate import ParallelismConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..decoding.generation_settings import ONE_RESPONSE, check_generation_config
 from ..model.configuration_dflash import DFlashConfig, describe_target
 from ..model.modeling_dflash import DFlashDraftModel
 from ..target.loading import has_weights
@@ -80,6 +81,32 @@ def check_processes(args: DFlashTrainingArguments, draft: DFlashDraftModel, targ
             f"The target has tp_size={target.tp_size} and the draft has tp_size={draft.tp_size or 1}. The ranks of a "
             "tensor-parallel target must see the same rows. Load both with the same distributed_config, or shard the "
             "target with FSDP2 (fully_shard)."
+        )
+
+
+def check_generated_evaluation(
+    args: DFlashTrainingArguments, target: PreTrainedModel, processing_class: PreTrainedTokenizerBase | None
+) -> None:
+    """
+    Refuse a target from which an evaluation with `eval_generate_prompts` could not generate.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): arguments of the run.
+        target (`PreTrainedModel`): its target.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): the target's tokenizer.
+
+    Raises:
+        ValueError: the target's generation config asks for more than greedy decoding, or has stop strings and there is
+            no tokenizer.
+    """
+    if args.eval_generate_prompts == 0:
+        return
+    check_generation_config(target, **ONE_RESPONSE, do_sample=False)
+    stop_strings = None if target.generation_config is None else target.generation_config.stop_strings
+    if stop_strings is not None and processing_class is None:
+        raise ValueError(
+            f"The generation config of the target has stop_strings={stop_strings!r}, and eval_generate_prompts needs "
+            "the texts of tokens to find them. Pass processing_class=, the tokenizer of the target."
         )
 
 

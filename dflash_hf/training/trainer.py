@@ -53,7 +53,15 @@ from .checkpoint_files import (
     missing_states,
     name_of_unwritten,
 )
-from .checks import RowCounts, TrainingSummary, check_processes, hide_target, summarize_training, warn_of_dtypes
+from .checks import (
+    RowCounts,
+    TrainingSummary,
+    check_generated_evaluation,
+    check_processes,
+    hide_target,
+    summarize_training,
+    warn_of_dtypes,
+)
 from .metric_names import add_old_names, check_early_stopping, check_evaluation, own_metrics
 from .optimizer import TrainingClock, make_muon_with_adamw, schedule_factor
 from .resume import OptimizerValues, RunRecord, SchedulerValues, check_checkpoint, run_values
@@ -131,6 +139,7 @@ class DFlashTrainer(HubTrainer):
         model.tie_target(target)
         if args.push_to_hub:
             check_pushing_run(model.config, HubStrategy(args.hub_strategy))
+        check_generated_evaluation(args, target, processing_class)
         # The target is not frozen with requires_grad_(False). Nothing computes its gradients, and with frozen weights
         # `generate` would copy the whole head in every draft step on a CPU: matmul (torch 2.13) folds a sliced input
         # into one product only if the weight requires a gradient.
@@ -542,6 +551,7 @@ class DFlashTrainer(HubTrainer):
                     self.draft,
                     itertools.islice(dataloader.dataset, self.args.eval_generate_prompts),
                     max_new_tokens=self.args.eval_generate_max_new_tokens,
+                    tokenizer=text_tokenizer(self.processing_class),
                 )
             if length is not None:
                 output.metrics[f"{metric_key_prefix}_generate_acceptance_length"] = length
