@@ -179,6 +179,24 @@ def test_a_trainer_whose_evaluation_could_not_generate_is_refused_when_it_is_mad
         DFlashTrainer(make_draft(target, mask_token_id=271), target, args, train_dataset=rows, eval_dataset=rows)
 
 
+@pytest.mark.parametrize("entry", ["stop_strings", "guidance_scale", "prompt_lookup_num_tokens", "use_cache"])
+def test_an_evaluation_of_a_trainer_generates_with_an_entry_of_the_generation_config(entry, tmp_path):
+    target = make_asking_target(entry, ENTRIES[entry])
+    rows = [{"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 1, 1, 1]}]
+    args = DFlashTrainingArguments(
+        tmp_path, eval_generate_prompts=1, eval_generate_max_new_tokens=9, report_to="none", use_cpu=True
+    )
+    draft = make_draft(target, mask_token_id=271)
+    how = {"train_dataset": rows, "eval_dataset": rows, "processing_class": make_tokenizer()}
+    metrics = DFlashTrainer(draft, target, args, **how).evaluate()
+    inputs = {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+    settings = {"max_new_tokens": 9, "do_sample": False, "tokenizer": make_tokenizer()}
+    assert (
+        metrics["eval_generate_acceptance_length"]
+        == generate_timed(target, inputs, draft, **settings).acceptance_length
+    )
+
+
 def stopping_pair(num_before: int) -> Any:
     """A pair of whose drafts some tokens are accepted, and the responses up to a stop string inside a block."""
     tokenizer = make_tokenizer()

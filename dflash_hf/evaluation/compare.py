@@ -220,9 +220,7 @@ def generated_acceptance_length(
     Returns:
         `float`, or `None` if no pass had a draft.
     """
-    config = target.generation_config
-    is_other_text = any(getattr(config, name, None) is not None for name in OTHER_TEXT_IN_BLOCKS)
-    loop = LOOPS[0] if is_other_text else LOOPS[1]
+    loop = _measured_loop(target)
     draft, acceptance = local_draft(draft), AcceptanceRecord()
     for row in rows:
         if not any(row["supervised_mask"]):
@@ -243,12 +241,22 @@ def generated_acceptance_length(
     return acceptance.acceptance_length
 
 
-def check_generation(target: PreTrainedModel, draft: DFlashDraftModel) -> None:
+def _measured_loop(target: PreTrainedModel) -> str:
+    """Return the loop of [`generated_acceptance_length`]."""
+    config = target.generation_config
+    is_other_text = any(getattr(config, name, None) is not None for name in OTHER_TEXT_IN_BLOCKS)
+    return LOOPS[0] if is_other_text else LOOPS[1]
+
+
+def check_generation(
+    target: PreTrainedModel, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     """
-    Refuse a target that the loop of transformers cannot decode with a draft, by generating a few tokens.
+    Refuse a target that the loop of [`generated_acceptance_length`] cannot decode, by generating a few tokens.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair, on one device.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the target's tokenizer.
 
     Raises:
         ValueError: the generation fails; the message gives the reason.
@@ -257,13 +265,14 @@ def check_generation(target: PreTrainedModel, draft: DFlashDraftModel) -> None:
     inputs = {
         name: torch.ones(1, 1, dtype=torch.long, device=target.device) for name in ("input_ids", "attention_mask")
     }
+    loop = _measured_loop(target)
     kwargs = {"max_new_tokens": PROBE_TOKENS, "min_new_tokens": PROBE_TOKENS, "do_sample": False}
     try:
-        generate_timed(target, inputs, draft.eval(), loop="transformers", **kwargs)
+        generate_timed(target, inputs, draft.eval(), loop=loop, tokenizer=tokenizer, **kwargs)
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"eval_generate_prompts asks for generation with the draft, and the loop of transformers cannot decode "
+            f"eval_generate_prompts asks for generation with the draft, and the loop of {loop} cannot decode "
             f"the target {describe_target(target)} ({short(reason)}). Leave eval_generate_prompts out; "
             "eval_serving_acceptance_length needs no generation."
         ) from error

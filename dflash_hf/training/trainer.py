@@ -197,7 +197,7 @@ class DFlashTrainer(HubTrainer):
         if getattr(target, "hf_device_map", None) is None and target.device != args.device:
             nn.Module.to(target, args.device)
         if args.eval_generate_prompts > 0 and model.device == target.device:  # else the model is placed later
-            check_generation(target, model)
+            check_generation(target, model, text_tokenizer(processing_class))
         needs_logits = args.loss_terms.needs_target_logits  # which are computed from the final state of the target
         self.target_states = TargetStates(
             target, model.config.target_layer_ids or [], include_final_state=needs_logits
