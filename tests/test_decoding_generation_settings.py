@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chat_pairs import PROMPTS, make_pair, prompt_lengths
-from conftest import make_draft, make_tokenizer
+from conftest import error_line, make_draft, make_tokenizer
 from test_evaluation_suite import make_evaluation, make_set
 from test_regeneration_local import END, PAD, completions_of, make_chat_target, make_requests
-from transformers import PreTrainedModel, WatermarkingConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, WatermarkingConfig
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, speculative_generate
 from dflash_hf.benchmarks.decoding import DecodingBenchmark
@@ -195,6 +197,53 @@ def test_an_evaluation_of_a_trainer_generates_with_an_entry_of_the_generation_co
         metrics["eval_generate_acceptance_length"]
         == generate_timed(target, inputs, draft, **settings).acceptance_length
     )
+
+
+@pytest.fixture
+def commands(saved_target, tmp_path) -> Callable[..., dict[str, list[Any]]]:
+    """Command lines for a saved pair whose target has an entry in its generation_config.json."""
+
+    def make(entry: str, value: Any) -> dict[str, list[Any]]:
+        folder, draft, prompts = saved_target(), tmp_path / "draft", tmp_path / "prompts.jsonl"
+        make_draft(AutoModelForCausalLM.from_pretrained(folder), mask_token_id=271).save_pretrained(draft)
+        entries = json.loads((Path(folder) / "generation_config.json").read_text())
+        (Path(folder) / "generation_config.json").write_text(json.dumps({**entries, entry: value}))
+        prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
+        pair = ["--draft", draft, "--target", folder, "--max-new-tokens", LENGTH]
+        return {
+            "generate": ["generate", PROMPT, *pair],
+            "generate --compare": ["generate", PROMPT, *pair, "--compare"],
+            "regenerate": ["regenerate", "--target", folder, "--prompts", prompts, "--out", tmp_path / "rows"],
+            "doctor": ["doctor", *pair],
+            "demo": ["demo", "--target", folder, "--output-dir", tmp_path / "demo"],
+            "eval": ["eval", *pair, "--prompts", prompts, "--temperatures", "0", "--out", tmp_path / "results"],
+        }
+
+    return make
+
+
+@pytest.mark.parametrize("command", ["generate", "generate --compare", "regenerate", "doctor"])
+def test_a_command_works_with_the_stop_strings_of_its_target(commands, run, command):
+    code, out, err = run(*commands("stop_strings", ["n", "e"])[command])
+    assert "tokenizer" not in err
+    assert "cannot generate" not in out
+    assert code == 0 or command == "doctor", err  # which finds other faults in a random draft
+
+
+@pytest.mark.parametrize("command", ["generate", "generate --compare", "regenerate", "demo"])
+def test_a_command_refuses_token_healing_in_one_line_before_its_work(commands, run, command, tmp_path):
+    code, _, err = run(*commands("token_healing", True)[command])
+    assert code == 1
+    assert "token_healing=True" in error_line(err)
+    assert not list(tmp_path.glob("**/checkpoint*"))
+
+
+def test_the_command_eval_names_the_entries_that_it_does_not_use(commands, run, tmp_path, blank_pictures):
+    code, out, err = run(*commands("no_repeat_ngram_size", 2)["eval"])
+    assert code == 0, err
+    line = "Not used of the target's generation config: no_repeat_ngram_size=2."
+    assert line in out
+    assert line in (tmp_path / "results" / "results.md").read_text()
 
 
 def stopping_pair(num_before: int) -> Any:
