@@ -186,6 +186,65 @@ def draft_block(
     return torch.stack([rms_norm(row, weights["norm.weight"], eps) for row in x])
 
 
+def convolve(
+    normed: list[list[float]],
+    states: list[list[float]],
+    base_kernel: list[list[float]],
+    projection: list[list[float]],
+    *,
+    side: int,
+    taps: int,
+    group_size: int,
+) -> list[list[float]]:
+    """Convolve one block: kernel [tap][channel] plus the projection of the slot's normed input for each group."""
+    groups = len(states[0]) // group_size
+    result = []
+    for slot in range(len(states)):
+        row = []
+        for channel in range(len(states[0])):
+            value = 0.0
+            for tap in range(taps):
+                if slot - tap < 0:
+                    continue
+                weights = projection[(side * taps + tap) * groups + channel // group_size]
+                own = sum(weight * number for weight, number in zip(weights, normed[slot], strict=True))
+                value += (base_kernel[tap][channel] + own) * states[slot - tap][channel]
+            row.append(value)
+        result.append(row)
+    return result
+
+
+def markov_scores(
+    kind: str, weights: dict[str, list], tokens: list[int], hidden_states: torch.Tensor
+) -> list[list[float]]:
+    """Return the scores that a Markov head adds in each slot of one block, whose tokens before are `tokens`."""
+
+    def linear(name: str, inputs: list[float]) -> list[float]:
+        rows, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias") or [0.0] * len(weights[f"{name}.weight"])
+        return [sum(w * x for w, x in zip(row, inputs, strict=True)) + b for row, b in zip(rows, bias, strict=True)]
+
+    def sigmoid(value: float) -> float:
+        return 1 / (1 + math.exp(-value))
+
+    rank = len(weights["markov_w1.weight"][0])
+    state, result = [0.0] * rank, []
+    for slot, token in enumerate(tokens):
+        embedded, hidden = weights["markov_w1.weight"][token], hidden_states[slot].tolist()
+        features = embedded
+        if kind == "gated":
+            gate = linear("gate_proj", hidden + embedded)
+            features = [sigmoid(g) * e for g, e in zip(gate, embedded, strict=True)]
+        if kind == "rnn":
+            parts = linear("joint_proj", state + embedded + hidden)
+            features = [math.tanh(value) for value in parts[2 * rank :]]
+            state = [
+                sigmoid(parts[i]) * state[i] + (1 - sigmoid(parts[i])) * math.tanh(parts[rank + i])
+                for i in range(rank)
+            ]
+        result.append(linear("markov_w2", features))
+    return result
+
+
 def cross_entropy(hidden: torch.Tensor, head: torch.Tensor, labels: list[int]) -> list[torch.Tensor]:
     losses = []
     for row, label in zip(hidden, labels, strict=True):

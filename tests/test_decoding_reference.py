@@ -104,5 +104,5 @@ def test_the_reference_is_short_and_uses_no_part_of_the_fast_loop():
     imported = [line for line in source.splitlines() if line.startswith(("from .", "import "))]
     assert imported == [
         "import torch",
-        "from ..model.modeling_dflash import DFlashDraftModel, apply_head, embed_tokens",
+        "from ..model.modeling_dflash import DFlashDraftModel, DraftHead, embed_tokens",
     ]

@@ -55,7 +55,7 @@ class DecodingBenchmark:
         prompts: Sequence[str],
         settings: BenchmarkSettings,
     ) -> None:
-        settings.check(len(prompts), draft.config.block_size)
+        settings.check(len(prompts), draft.config.tokens_per_block)
         self.target, self.draft, self.settings = target, draft, settings
         self.reference = ReferenceDecoder(draft) if settings.against_reference else None
         self.protocol = GenerationProtocol(target, tokenizer)

@@ -325,6 +325,8 @@ def training_masks(
         draft's `forward`.
     """
     kinds: dict[str, Any] = {"flex": flex_block_mask, "structured": BlockAttention, "dense": dense_block_mask}
+    if config.attention_sinks and kind == "auto":
+        kind = "dense"
     build = kinds[attention_kind(kind, batch.valid.device)]
     layer_types = config.layer_types or []
     return {

@@ -95,12 +95,13 @@ class TokenBatch:
         """
         return replace(self, hidden_states=hidden_states, final_hidden_states=final_hidden_states)
 
-    def plan_every_anchor(self, block_size: int) -> DFlashBatchPlan:
+    def plan_every_anchor(self, tokens_per_block: int, *, sample_from_anchor: bool = False) -> DFlashBatchPlan:
         """
         Plan one block at every possible anchor, where training would choose some of them.
 
         Args:
-            block_size (`int`): slots of a block, the anchor included.
+            tokens_per_block (`int`): tokens of a block, the anchor included.
+            sample_from_anchor (`bool`, defaults to `False`): as in [`build_dflash_batch_plan`].
 
         Returns:
             [`DFlashBatchPlan`] of `R * S` blocks, `S` for each sequence and at least one: its valid blocks come
@@ -110,11 +111,12 @@ class TokenBatch:
             self.valid,
             torch.zeros(self.num_rows, dtype=torch.int64, device=self.input_ids.device),
             anchors_per_sample=max(self.length, 1),
-            gamma=block_size - 1,
+            gamma=tokens_per_block - 1,
             optimizer_step=0,
             seed=0,
             supervised_mask=self.supervised,
             segment_ids=self.segment_ids,
             replacement=False,  # with as many anchors as columns, every window occurs exactly once
             partial_windows=True,
+            sample_from_anchor=sample_from_anchor,
         )

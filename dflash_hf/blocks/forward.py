@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 
-from ..model.modeling_dflash import DFlashDraftModel, module_tensor
+from ..model.modeling_dflash import DFlashDraftModel, DFlashOutput, module_tensor
 from .attention import anchors_of_rows, training_masks
 from .batch import TokenBatch
-from .head_losses import chunked_head_losses
+from .head_losses import HeadLosses, chunked_head_losses, corrected_head_losses
 from .losses import CROSS_ENTROPY, LossTerms, dpace_weights, position_weights
 from .plan import DFlashBatchPlan
 
@@ -24,9 +24,9 @@ class BlockLosses:
 
     Args:
         plan ([`DFlashBatchPlan`]): the blocks.
-        loss (`torch.FloatTensor` of shape `[N, B]`): unweighted loss of each slot; 0 where it carries none.
-        weights (`torch.FloatTensor` of shape `[N, B]`): weight of each slot; 0 where it carries no loss.
-        is_correct (`torch.BoolTensor` of shape `[N, B]`): True where the most likely token is the label.
+        loss (`torch.FloatTensor` of shape `[N, T]`): unweighted loss of each token; 0 where it carries none.
+        weights (`torch.FloatTensor` of shape `[N, T]`): weight of each token; 0 where it carries no loss.
+        is_correct (`torch.BoolTensor` of shape `[N, T]`): True where the draft would propose the label.
     """
 
     plan: DFlashBatchPlan
@@ -35,22 +35,24 @@ class BlockLosses:
     is_correct: torch.Tensor
 
 
-def block_hidden_states(
+def run_blocks(
     model: Callable[..., Any],
     draft: DFlashDraftModel,
     plan: DFlashBatchPlan,
     batch: TokenBatch,
     *,
     block_attention: str = "auto",
-) -> torch.Tensor:
+    head_function: Callable[[torch.Tensor], Any] | None = None,
+) -> DFlashOutput:
     """
     Run the draft on the blocks of a plan.
 
     Args:
         model, draft, plan, batch, block_attention: as in [`block_losses`].
+        head_function (`Callable`, *optional*): as in the forward pass of the draft.
 
     Returns:
-        `torch.FloatTensor` of shape `[N, B, hidden_size]`: the input of the head; 0 at invalid slots.
+        [`DFlashOutput`]
 
     Raises:
         ValueError: the batch has no hidden states of the target.
@@ -64,12 +66,38 @@ def block_hidden_states(
     positions = batch.position_ids
     slots = torch.arange(plan.block_size, device=positions.device)
     slot_positions = (positions.gather(1, anchors)[..., None] + slots).flatten(1)
+    heads: dict[str, Any] = {} if head_function is None else {"head_function": head_function}
     return model(
         noise_embeds=draft.embed_blocks(batch.input_ids.gather(1, anchors)),
         context_hidden_states=batch.hidden_states,
         attention_mask=training_masks(draft.config, plan, batch, block_attention),
         position_ids=torch.cat([positions, slot_positions], dim=1),
-    ).last_hidden_state.view(*plan.loss_mask.shape, -1)
+        **heads,
+    )
+
+
+def block_hidden_states(
+    model: Callable[..., Any],
+    draft: DFlashDraftModel,
+    plan: DFlashBatchPlan,
+    batch: TokenBatch,
+    *,
+    block_attention: str = "auto",
+) -> torch.Tensor:
+    """
+    Return the hidden states from which the tokens of a plan's blocks are predicted.
+
+    Args:
+        model, draft, plan, batch, block_attention: as in [`block_losses`].
+
+    Returns:
+        `torch.FloatTensor` of shape `[N, T, hidden_size]`: the input of the head; 0 at slots that do not exist.
+
+    Raises:
+        ValueError: the batch has no hidden states of the target.
+    """
+    output = run_blocks(model, draft, plan, batch, block_attention=block_attention)
+    return output.last_hidden_state.view(*plan.loss_mask.shape, -1)  # type: ignore[union-attr]
 
 
 def block_losses(
@@ -112,28 +140,51 @@ def block_losses(
     Raises:
         ValueError: a term needs the target's logits, and they cannot be computed.
     """
-    hidden_states = block_hidden_states(model, draft, plan, batch, block_attention=block_attention)
-    supervised = plan.loss_mask
-    supervised_rows = plan.sample_rows[:, None].expand_as(supervised)[supervised]
-    label_positions = plan.label_positions[supervised]
-    labels = batch.input_ids[supervised_rows, label_positions].long()
+    head = draft.draft_head()
+    labels = head.draft_indices(_tokens_at(batch, plan, plan.label_positions))
+    is_known = labels >= 0  # other tokens are not in a reduced vocabulary
+    supervised = plan.loss_mask & is_known
+    rows = plan.sample_rows[:, None].expand_as(supervised)[supervised]
     target_states = None
     if batch.final_hidden_states is not None:  # the target predicts a token from its state one position earlier
-        target_states = batch.final_hidden_states[supervised_rows, label_positions - 1]
-    head = draft.get_output_embeddings()
+        target_states = batch.final_hidden_states[rows, plan.label_positions[supervised] - 1]
+    options: dict[str, Any] = {
+        "terms": terms,
+        "compute_target_logits": compute_target_logits,
+        "chunk_size": head_chunk_size,
+    }
     # accelerate (seen with 1.15) may have offloaded the weight of the head; inside this context it is loaded
-    with align_module_device(head):
-        tensor = module_tensor(head)
+    with align_module_device(head.head):
+        tensor = module_tensor(head.head)
         device = labels.device if tensor is None else tensor.device
-        losses = chunked_head_losses(
-            head,
-            hidden_states[supervised].to(device),
-            labels.to(device),
-            terms=terms,
-            target_states=None if target_states is None else target_states.to(device),
-            compute_target_logits=compute_target_logits,
-            chunk_size=head_chunk_size,
-        )
+        if head.has_weights:
+            before = _tokens_at(batch, plan, (plan.label_positions - 1).clamp(min=0))
+
+            def losses_of(hidden_states: torch.Tensor) -> HeadLosses:
+                with torch.autocast(hidden_states.device.type, enabled=False):
+                    return corrected_head_losses(
+                        head,
+                        hidden_states.view(*supervised.shape, -1),
+                        before,
+                        supervised,
+                        labels[supervised],
+                        target_states=target_states,
+                        **options,
+                    )
+
+            losses = run_blocks(
+                model, draft, plan, batch, block_attention=block_attention, head_function=losses_of
+            ).head_output
+        else:
+            hidden_states = block_hidden_states(model, draft, plan, batch, block_attention=block_attention)
+            losses = chunked_head_losses(
+                head.head,
+                hidden_states[supervised].to(device),
+                labels[supervised].to(device),
+                target_states=None if target_states is None else target_states.to(device),
+                vocabulary=head.vocabulary,
+                **options,
+            )
 
     def scatter(values: torch.Tensor) -> torch.Tensor:
         values = values.to(labels.device)
@@ -142,7 +193,33 @@ def block_losses(
         )
 
     if slot_weights == "dpace":
-        weights = dpace_weights(scatter(losses.cross_entropy), supervised, dpace_alpha)
+        # A token that the draft cannot propose is never accepted.
+        cross_entropy = scatter(losses.cross_entropy).masked_fill(~is_known, torch.inf)
+        weights = dpace_weights(cross_entropy, plan.loss_mask, dpace_alpha) * is_known
     else:
         weights = position_weights(supervised, slot_weights, loss_decay)
     return BlockLosses(plan, scatter(losses.loss), weights, scatter(losses.is_correct))
+
+
+def _tokens_at(batch: TokenBatch, plan: DFlashBatchPlan, positions: torch.Tensor) -> torch.Tensor:
+    """Return the token at columns of shape `[N, T]` in the rows of the blocks; any token past the end of a row."""
+    return batch.input_ids[plan.sample_rows[:, None], positions.clamp(max=batch.length - 1)].long()
+
+
+def loss_mask_of(draft: DFlashDraftModel, plan: DFlashBatchPlan, input_ids: torch.Tensor) -> torch.Tensor:
+    """
+    Return which predictions of a plan carry loss: those of its mask whose label the draft can propose.
+
+    Args:
+        draft ([`DFlashDraftModel`]): the draft, tied to its target.
+        plan ([`DFlashBatchPlan`]): the blocks.
+        input_ids (`torch.LongTensor` of shape `[R, S]`): the tokens.
+
+    Returns:
+        `torch.BoolTensor` of shape `[N, T]`.
+    """
+    if draft.d2t is None:
+        return plan.loss_mask
+    positions = plan.label_positions.clamp(max=input_ids.shape[1] - 1)
+    labels = input_ids[plan.sample_rows[:, None], positions]
+    return plan.loss_mask & torch.isin(labels, draft.draft_vocabulary().to(labels.device))

@@ -9,9 +9,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from ..model.modeling_dflash import cast_for
-from .losses import CROSS_ENTROPY, LossTerms, slot_loss
+from ..model.modeling_dflash import DraftHead, cast_for
+from .losses import CROSS_ENTROPY, LossTerms, l1_distance, selector_loss, slot_loss
 
 # Slots and vocabulary entries whose logits exist at one time. On a CPU such a tile fits the caches, where passes over
 # it are cheap next to the matrix products. Other devices need larger tiles to be busy.
@@ -171,6 +172,7 @@ def chunked_head_losses(
     target_states: torch.Tensor | None = None,
     compute_target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     chunk_size: int | None = None,
+    vocabulary: torch.Tensor | None = None,
 ) -> HeadLosses:
     """
     Compute the losses of slots through a frozen head with a peak memory that does not grow with slots × vocabulary.
@@ -184,7 +186,7 @@ def chunked_head_losses(
     Args:
         head (`nn.Module`): the raw head of the target; its parameters get no gradient.
         hidden_states (`torch.FloatTensor` of shape `[P, hidden_size]`): of slots that carry loss; `P` may be 0.
-        labels (`torch.LongTensor` of shape `[P]`): token ids.
+        labels (`torch.LongTensor` of shape `[P]`): indices of the tokens in the vocabulary of the head.
         terms ([`LossTerms`]): the terms of the loss and their weights.
         target_states (`torch.FloatTensor` of shape `[P, hidden_size]`, *optional*):
             States of the target after its final norm, one position before each slot, which predict its token.
@@ -192,6 +194,8 @@ def chunked_head_losses(
             Computes the target's logits from such states, with cap and scale.
         chunk_size (`int`, *optional*):
             Slots whose logits exist at one time where whole rows are needed; by default [`default_chunk_size`].
+        vocabulary (`torch.LongTensor` of shape `[draft_vocab_size]`, *optional*):
+            The tokens of the head if it does not cover the vocabulary of the target.
 
     Returns:
         [`HeadLosses`], not reduced.
@@ -217,7 +221,103 @@ def chunked_head_losses(
             with torch.no_grad():
                 target_logits = compute_target_logits(target_states[slots]).float()
         is_correct = logits.argmax(-1) == labels[slots]
-        return HeadLosses(slot_loss(logits, cross_entropy, target_logits, terms), cross_entropy, is_correct)
+        return HeadLosses(
+            slot_loss(logits, cross_entropy, target_logits, terms, vocabulary), cross_entropy, is_correct
+        )
 
     chunk_size = chunk_size or default_chunk_size(hidden_states.device)
     return HeadLosses(*_ChunkedHeadLoss.apply(hidden_states, chunk_losses, chunk_size))
+
+
+def corrected_head_losses(
+    head: DraftHead,
+    hidden_states: torch.Tensor,
+    previous_token_ids: torch.Tensor,
+    supervised: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    terms: LossTerms = CROSS_ENTROPY,
+    target_states: torch.Tensor | None = None,
+    compute_target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    chunk_size: int | None = None,
+) -> HeadLosses:
+    """
+    Compute the losses of slots whose logits a selector or a Markov head corrects, with the true token before each.
+
+    The corrections have trained weights, so that chunks of slots are computed once more in the backward pass. The
+    cross-entropy is that of the corrected logits of a Markov head, and that of the uncorrected ones before a selector,
+    whose own cross-entropy over the candidates is added.
+
+    Args:
+        head ([`DraftHead`]): the head of the draft.
+        hidden_states (`torch.FloatTensor` of shape `[N, T, hidden_size]`): states of all tokens of the blocks.
+        previous_token_ids (`torch.LongTensor` of shape `[N, T]`): the token before each of them.
+        supervised (`torch.BoolTensor` of shape `[N, T]`): `P` tokens that carry loss.
+        labels (`torch.LongTensor` of shape `[P]`): their indices in the vocabulary of the draft.
+        terms, target_states, compute_target_logits, chunk_size: as in [`chunked_head_losses`].
+
+    Returns:
+        [`HeadLosses`], not reduced. `is_correct` is True where the corrected choice is the label.
+
+    Raises:
+        ValueError: a term or a confidence head needs the logits of the target, and there are none.
+    """
+    predicts_confidence = head.draft.confidence_head is not None and terms.confidence_weight > 0
+    needs_target_logits = terms.needs_target_logits or predicts_confidence
+    if needs_target_logits and (target_states is None or compute_target_logits is None):
+        raise ValueError(
+            f"{terms} or the confidence head of the draft compares with the target's distribution, and target_states "
+            "or compute_target_logits is None. Pass both, or leave these terms at 0."
+        )
+    features = _features_of_blocks(head, hidden_states, previous_token_ids)
+    confidence = head.confidence(previous_token_ids[supervised], hidden_states[supervised])
+    parts: list[torch.Tensor | None] = [
+        hidden_states[supervised],
+        None if features is None else features[supervised],
+        confidence if predicts_confidence else None,
+    ]
+
+    def chunk_losses(start: int, *chunk: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        states, chunk_features, chunk_confidence = chunk
+        slots = slice(start, start + len(labels[start:][:chunk_size]))
+        logits = head.logits(states)  # type: ignore[arg-type]
+        scores, candidates = head.correct(logits, chunk_features)
+        full_scores = logits.float() if candidates is not None else scores
+        cross_entropy = functional.cross_entropy(full_scores, labels[slots], reduction="none")
+        target_logits = None
+        if needs_target_logits and target_states is not None and compute_target_logits is not None:
+            with torch.no_grad():
+                target_logits = compute_target_logits(target_states[slots]).float()
+        loss = slot_loss(full_scores, cross_entropy, target_logits, terms, head.vocabulary)
+        choices = scores.argmax(-1, keepdim=True)
+        if candidates is not None:
+            loss = loss + terms.selector_weight * selector_loss(scores, candidates, labels[slots])
+            choices = candidates.gather(-1, choices)
+        if chunk_confidence is not None and target_logits is not None:
+            with torch.no_grad():
+                accepted = (1 - l1_distance(full_scores, target_logits, head.vocabulary) / 2).clamp(0, 1)
+            loss = loss + terms.confidence_weight * functional.binary_cross_entropy_with_logits(
+                chunk_confidence, accepted, reduction="none"
+            )
+        return loss, cross_entropy.detach(), choices[:, 0] == labels[slots]
+
+    chunk_size = chunk_size or default_chunk_size(hidden_states.device)
+    results = []
+    for start in range(0, max(len(labels), 1), chunk_size):
+        chunk = [None if part is None else part[start : start + chunk_size] for part in parts]
+        results.append(checkpoint(chunk_losses, start, *chunk, use_reentrant=False))
+    return HeadLosses(*(torch.cat(values) for values in zip(*results, strict=True)))
+
+
+def _features_of_blocks(
+    head: DraftHead, hidden_states: torch.Tensor, previous_token_ids: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the features of all tokens of blocks, of shape `[N, T, rank]`, or `None` if nothing is corrected."""
+    markov_head = head.draft.markov_head
+    if markov_head is None or markov_head.kind != "rnn":
+        return head.features(previous_token_ids, hidden_states)[0]
+    state, features = None, []
+    for place in range(1, hidden_states.shape[1]):
+        feature, state = head.features(previous_token_ids[:, place], hidden_states[:, place], state)
+        features.append(feature)
+    return functional.pad(torch.stack(features, dim=1), (0, 0, 1, 0))  # type: ignore[arg-type]

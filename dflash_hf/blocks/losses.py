@@ -118,6 +118,10 @@ class LossTerms:
         kl_temperature (`float`, defaults to 1.0): temperature of both distributions in the KL divergence.
         soft_labels (`bool`, defaults to `False`): compute the cross-entropy against the distribution of the target
             instead of the token of the text.
+        selector_weight (`float`, defaults to 1.0): weight of the cross-entropy of a candidate selector, where the
+            draft has one.
+        confidence_weight (`float`, defaults to 1.0): weight of the binary cross-entropy of a confidence head, where
+            the draft has one.
     """
 
     ce_weight: float = 1.0
@@ -126,6 +130,8 @@ class LossTerms:
     kl_top_k: int = 10
     kl_temperature: float = 1.0
     soft_labels: bool = False
+    selector_weight: float = 1.0
+    confidence_weight: float = 1.0
 
     @property
     def needs_target_logits(self) -> bool:
@@ -136,12 +142,17 @@ class LossTerms:
 CROSS_ENTROPY = LossTerms()
 
 
-def l1_distance(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+def l1_distance(
+    logits: torch.Tensor, target_logits: torch.Tensor, vocabulary: torch.Tensor | None = None
+) -> torch.Tensor:
     """
     Return the L1 distance of two distributions over the vocabulary, 0 to 2.
 
     Args:
-        logits, target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): of the draft and of the target.
+        logits (`torch.FloatTensor` of shape `[P, draft_vocab_size or vocab_size]`): logits of the draft.
+        target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`): logits of the target.
+        vocabulary (`torch.LongTensor` of shape `[draft_vocab_size]`, *optional*): the tokens of a reduced vocabulary,
+            outside of which the draft's probabilities are zero.
 
     Returns:
         `torch.FloatTensor` of shape `[P]`, fp32. Half of it is the probability that a sampled token is rejected.
@@ -154,7 +165,11 @@ def l1_distance(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tens
 
     ```
     """
-    return (logits.float().softmax(-1) - target_logits.float().softmax(-1)).abs().sum(-1)
+    probabilities = target_logits.float().softmax(-1)
+    if vocabulary is None:
+        return (logits.float().softmax(-1) - probabilities).abs().sum(-1)
+    kept = probabilities[:, vocabulary]
+    return (logits.float().softmax(-1) - kept).abs().sum(-1) + (1 - kept.sum(-1)).clamp(min=0)
 
 
 def top_k_kl(
@@ -209,17 +224,50 @@ def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> tor
     return -(target_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
 
 
+def selector_loss(scores: torch.Tensor, candidates: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """
+    Return the cross-entropy of a selector over the candidates of each slot, which is 0 where the label is none.
+
+    Args:
+        scores (`torch.FloatTensor` of shape `[P, K]`): scores of the candidates.
+        candidates (`torch.LongTensor` of shape `[P, K]`): their token ids.
+        labels (`torch.LongTensor` of shape `[P]`): token ids.
+
+    Returns:
+        `torch.FloatTensor` of shape `[P]`, fp32.
+
+    Example:
+
+    ```python
+    >>> selector_loss(torch.zeros(2, 2), torch.tensor([[3, 5], [3, 5]]), torch.tensor([5, 4]))
+    tensor([0.6931, 0.0000])
+
+    ```
+    """
+    is_label = candidates == labels[:, None]
+    log_probabilities = scores.float().log_softmax(-1)
+    return -log_probabilities.masked_fill(~is_label, 0).sum(-1)
+
+
 def slot_loss(
-    logits: torch.Tensor, cross_entropy: torch.Tensor, target_logits: torch.Tensor | None, terms: LossTerms
+    logits: torch.Tensor,
+    cross_entropy: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    terms: LossTerms,
+    vocabulary: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Combine the terms of the loss of each slot.
 
+    With a reduced vocabulary the L1 distance counts the target's probability of all other tokens, which cannot be
+    accepted. The other terms compare with the target's distribution over the reduced vocabulary alone.
+
     Args:
-        logits (`torch.FloatTensor` of shape `[P, vocab_size]`): logits of the draft.
+        logits (`torch.FloatTensor` of shape `[P, draft_vocab_size or vocab_size]`): logits of the draft.
         cross_entropy (`torch.FloatTensor` of shape `[P]`): cross-entropy against the token of the text.
         target_logits (`torch.FloatTensor` of shape `[P, vocab_size]`, *optional*): logits of the target.
         terms ([`LossTerms`]): the terms and their weights.
+        vocabulary (`torch.LongTensor` of shape `[draft_vocab_size]`, *optional*): the tokens of a reduced vocabulary.
 
     Returns:
         `torch.FloatTensor` of shape `[P]`, fp32.
@@ -233,9 +281,12 @@ def slot_loss(
                 f"{terms} compares with the target's distribution, and target_logits is None. Pass target_logits."
             )
         return terms.ce_weight * cross_entropy
+    distance = l1_distance(logits, target_logits, vocabulary) if terms.l1_weight > 0 else None
+    if vocabulary is not None:
+        target_logits = target_logits[:, vocabulary]
     loss = terms.ce_weight * (soft_cross_entropy(logits, target_logits) if terms.soft_labels else cross_entropy)
-    if terms.l1_weight > 0:
-        loss = loss + terms.l1_weight * l1_distance(logits, target_logits)
+    if distance is not None:
+        loss = loss + terms.l1_weight * distance
     if terms.kl_weight > 0:
         divergence = top_k_kl(logits, target_logits, terms.kl_top_k, terms.kl_temperature)
         loss = terms.kl_weight * divergence + (1 - terms.kl_weight) * loss

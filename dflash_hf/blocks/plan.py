@@ -18,7 +18,12 @@ MAX_BLOCKS = 2**24  # blocks of a row, and slots of a block
 @dataclass(frozen=True)
 class DFlashBatchPlan:
     """
-    The `N = rows * anchors_per_sample` blocks of one batch, row-major, with `B = gamma + 1` slots each.
+    The `N = rows * anchors_per_sample` blocks of one batch, row-major, with `B` slots and `T = gamma + 1` tokens each.
+
+    The tokens of a block are its anchor and the `gamma` tokens that it predicts. By default slot `k` predicts the
+    token `k` places after the anchor and `B = T`. In blocks that sample from the anchor slot `k` predicts the token
+    `k + 1` places after it, and `B = T - 1`. What concerns attention is counted in slots, and what concerns the loss
+    in tokens.
 
     Args:
         sample_rows (`torch.LongTensor` of shape `[N]`): row that each block belongs to.
@@ -27,14 +32,13 @@ class DFlashBatchPlan:
         trunk_lengths (`torch.LongTensor` of shape `[N]`): number of valid tokens strictly before the
             anchor, in its document.
         query_positions (`torch.LongTensor` of shape `[N, B]`): anchor + slot; 0 where the block is invalid.
-        label_positions (`torch.LongTensor` of shape `[N, B]`): equal to `query_positions`, since a slot predicts
-            the token at its own position. The positions of slots past the end of the row are past it, too; clamp them
-            before gathering.
+        label_positions (`torch.LongTensor` of shape `[N, T]`): the column of each token of the block, 0 where the
+            block is invalid. Those past the end of the row do not exist; clamp them before gathering.
         block_valid (`torch.BoolTensor` of shape `[N]`): the row has a window for this block.
         slot_valid (`torch.BoolTensor` of shape `[N, B]`): the slot attends and is attended to in its block. This is
             `block_valid` at every slot, also past the end of the text, since a served block always has all its slots.
-        loss_mask (`torch.BoolTensor` of shape `[N, B]`): the slot carries loss. Slot 0 never does, nor does a slot
-            past the end of the text.
+        loss_mask (`torch.BoolTensor` of shape `[N, T]`): the prediction of the token carries loss. That of the anchor
+            never does, nor does one past the end of the text.
     """
 
     sample_rows: torch.Tensor
@@ -51,6 +55,11 @@ class DFlashBatchPlan:
     def block_size(self) -> int:
         """`int`: slots of a block, the anchor included."""
         return self.query_positions.shape[1]
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`int`: tokens of a block, the anchor included."""
+        return self.loss_mask.shape[1]
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
@@ -114,6 +123,7 @@ def build_dflash_batch_plan(
     segment_ids: torch.Tensor | None = None,
     replacement: bool = True,
     partial_windows: bool = False,
+    sample_from_anchor: bool = False,
 ) -> DFlashBatchPlan:
     """
     Choose the blocks of a batch from its masks, ids, step and seed alone.
@@ -129,7 +139,7 @@ def build_dflash_batch_plan(
         anchors_per_sample (`int`):
             Number of blocks for each row, in `1 … 2**24`.
         gamma (`int`):
-            Draft slots of a block, `block_size - 1`, in `1 … 2**24`.
+            Number of tokens that a block predicts, in `1 … 2**24`.
         optimizer_step (`int`):
             Number of completed optimizer steps, in `0 … 2**53 - 1`.
         seed (`int`):
@@ -145,6 +155,9 @@ def build_dflash_batch_plan(
         partial_windows (`bool`, defaults to `False`):
             Allow blocks that run past the end of the text, of which only the anchor and the next token must exist.
             Slots past the end carry no loss. They attend like all others, as mask tokens at the next positions.
+        sample_from_anchor (`bool`, defaults to `False`):
+            Whether slot `k` predicts the token `k + 1` places after the anchor instead of the token `k` places after
+            it, so that a block has `gamma` slots instead of `gamma + 1`.
 
     Returns:
         [`DFlashBatchPlan`] on the device of the inputs. All blocks of rows of length 0 are invalid.
@@ -181,8 +194,8 @@ def build_dflash_batch_plan(
         )
 
     device, (rows, length) = token_valid_mask.device, token_valid_mask.shape
-    block_size = gamma + 1
-    in_window = _slots_in_one_document(token_valid_mask, segment_ids, block_size)  # [R, S, B]
+    num_tokens = gamma + 1
+    in_window = _tokens_in_one_document(token_valid_mask, segment_ids, num_tokens)  # [R, S, T]
     windows = in_window[..., :2].all(-1) if partial_windows else in_window.all(-1)
     if supervised_mask is not None:
         windows &= functional.pad(supervised_mask[:, 1:], (0, 1))
@@ -198,36 +211,37 @@ def build_dflash_batch_plan(
         anchors, block_valid = _distinct_anchors(windows, anchor_ids[:, :1], anchors_per_sample)
     anchors = anchors.masked_fill(~block_valid, 0)
 
-    slots = torch.arange(block_size, device=device)
+    places = torch.arange(num_tokens, device=device)
     row_index = torch.arange(rows, device=device)[:, None]
-    query_positions = (anchors[..., None] + slots).masked_fill(~block_valid[..., None], 0)
-    slot_valid = block_valid[..., None].repeat(1, 1, block_size)
-    loss_mask = in_window[row_index, anchors] & slot_valid & (slots > 0)
+    label_positions = (anchors[..., None] + places).masked_fill(~block_valid[..., None], 0)
+    num_slots = num_tokens - 1 if sample_from_anchor else num_tokens
+    slot_valid = block_valid[..., None].repeat(1, 1, num_slots)
+    loss_mask = in_window[row_index, anchors] & block_valid[..., None] & (places > 0)
     if supervised_mask is not None:
-        carries_loss = supervised_mask[row_index[..., None], query_positions.clamp(max=length - 1)]
-        carries_loss = (carries_loss | (slots == 0)).int().cumprod(-1).bool()
+        carries_loss = supervised_mask[row_index[..., None], label_positions.clamp(max=length - 1)]
+        carries_loss = (carries_loss | (places == 0)).int().cumprod(-1).bool()
         loss_mask = loss_mask & carries_loss
     return DFlashBatchPlan(
         sample_rows=row_index.expand_as(anchors).flatten(),
         anchor_ids=anchor_ids.flatten(),
         anchor_positions=anchors.flatten(),
         trunk_lengths=position_ids_of(token_valid_mask, segment_ids).gather(1, anchors).flatten(),
-        query_positions=query_positions.flatten(0, 1),
-        label_positions=query_positions.flatten(0, 1),
+        query_positions=label_positions[..., :num_slots].flatten(0, 1),
+        label_positions=label_positions.flatten(0, 1),
         block_valid=block_valid.flatten(),
         slot_valid=slot_valid.flatten(0, 1),
         loss_mask=loss_mask.flatten(0, 1),
     )
 
 
-def _slots_in_one_document(
-    token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None, block_size: int
+def _tokens_in_one_document(
+    token_valid_mask: torch.Tensor, segment_ids: torch.Tensor | None, num_tokens: int
 ) -> torch.Tensor:
-    """Return, as `[R, S, B]`, whether the tokens from a column up to each slot are all valid and of one document."""
-    padding = (0, block_size - 1)
-    usable = functional.pad(token_valid_mask, padding, value=False).unfold(-1, block_size, 1)
+    """Return, as `[R, S, T]`, whether the tokens from a column up to each place are all valid and of one document."""
+    padding = (0, num_tokens - 1)
+    usable = functional.pad(token_valid_mask, padding, value=False).unfold(-1, num_tokens, 1)
     if segment_ids is not None:
-        usable = usable & (functional.pad(segment_ids, padding).unfold(-1, block_size, 1) == segment_ids[..., None])
+        usable = usable & (functional.pad(segment_ids, padding).unfold(-1, num_tokens, 1) == segment_ids[..., None])
     return usable.int().cumprod(-1).bool()
 
 

@@ -304,7 +304,7 @@ def _conditions(files: _Files, reader: str) -> Iterator[str]:
             yield "needs its second model runner (on a GPU) for layers of both types"
         if files.layout == "muse" and not files.nested.get("target_layer_ids"):
             yield "reads the layer ids of this layout only in its second model runner (on a GPU)"
-        yield f"needs num_speculative_tokens of at most {config.block_size - 1}"
+        yield f"needs num_speculative_tokens of at most {config.tokens_per_block - 1}"
         if config.num_hidden_layers > 1:
             yield "accepts fewer tokens on a CPU, where it normalises the context keys of all layers as in the first"
     if reader == "sglang":

@@ -75,16 +75,17 @@ MODULE_NAMES = {
 TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight", "logit_head.weight")
 # Parts of tensor names that belong to other methods, and what those parts are.
 UNSUPPORTED_PARTS = {
-    "d2t": "a reduced draft vocabulary",
-    "t2d": "a reduced draft vocabulary",
-    "markov_head": "the Markov head of DSpark",
-    "prefix_gru": "a recurrent prefix head",
-    "confidence_head": "a confidence head",
-    "attention_conv": "the convolutions of DFlash 2",
-    "mlp_conv": "the convolutions of DFlash 2",
-    "candidate_selector": "the candidate selector of DFlash 2",
-    "mask_hidden": "a mask vector of its own",
-    "mask_embedding": "a mask vector of its own",
+    "prefix_gru": "the recurrent prefix head of Domino",
+    "embed_proj": "the projection of Domino",
+    "refiner_head": "the refiner of XPress",
+    "lilicorr": "the correction head of LiLiCorr",
+    "layer_fusion_weights": "the fused layers of DFlare",
+    "ar_approximation": "the correction of TreeFlash",
+    "kv_a_proj_with_mqa": "multi-head latent attention",
+    "kv_b_proj": "multi-head latent attention",
+    "weight_packed": "a packed, quantised weight",
+    "weight_scale": "a quantised weight",
+    "qweight": "a packed, quantised weight",
 }
 
 

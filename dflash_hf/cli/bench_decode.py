@@ -92,7 +92,7 @@ def decode(
             "number."
         )
     pair = DFlashDraftModel.from_pretrained(draft, target=target or False)
-    trained = pair.config.block_size
+    trained = pair.config.tokens_per_block
     settings = BenchmarkSettings(
         max_new_tokens=max_new_tokens,
         batch_sizes=values_between_commas("--batch-sizes", batch_sizes, int),

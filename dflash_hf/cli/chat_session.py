@@ -390,7 +390,7 @@ class ChatSession:
         rate = f"{_number(speed.tokens_per_s, '.1f')} tokens/s"
         if is_plain:
             return f"{rate} · plain decoding"
-        length = f"acceptance length {_number(speed.acceptance_length, '.2f')} of {self.draft.config.block_size}"
+        length = f"acceptance length {_number(speed.acceptance_length, '.2f')} of {self.draft.config.tokens_per_block}"
         plain = self.plain_tokens_per_s()
         if plain is None:
             return f"{rate} · {length} · speed-up — (plain decoding was not measured)"

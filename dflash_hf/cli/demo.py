@@ -166,7 +166,7 @@ def demo(
     comparisons = list(
         track(pairs, total=questions, description="answering without and with the draft", console=console)
     )
-    summary = summarize_comparisons(comparisons, draft.config.block_size)
+    summary = summarize_comparisons(comparisons, draft.config.tokens_per_block)
     _show(summary, comparisons[0], tokenizer, console)
     questions_asked = f"{questions} {data.questions_description}"
     _save(

@@ -201,7 +201,7 @@ def _run(
         transient=True,
     )
     journal.begin(run)
-    acceptance, num_done, block_size = AcceptanceRecord(), 0, evaluation.draft.config.block_size
+    acceptance, num_done, block_size = AcceptanceRecord(), 0, evaluation.draft.config.tokens_per_block
     try:
         with live:
             task = live.add_task("", total=total, status="")

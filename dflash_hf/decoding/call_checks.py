@@ -250,3 +250,37 @@ def _counts_positions_itself(model: PreTrainedModel) -> bool:
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     has_attention = not layer_types <= set(RECURRENT_TYPES)
     return has_attention and "position_ids" not in inspect.signature(model.forward).parameters
+
+
+def check_head_arguments(
+    draft: DFlashDraftModel, confidence_threshold: float | None, markov_top_k: int | None, tree_size: int | None
+) -> None:
+    """
+    Refuse arguments of heads that the draft does not have.
+
+    Args:
+        draft ([`DFlashDraftModel`]), confidence_threshold, markov_top_k, tree_size: As in [`dflash_decoding`].
+
+    Raises:
+        ValueError: The draft has no such head, a number is out of range, or two arguments contradict each other.
+    """
+    if confidence_threshold is not None:
+        if draft.confidence_head is None:
+            raise ValueError(
+                f"confidence_threshold={confidence_threshold} needs a draft with a confidence head, and this one has "
+                "none. Leave it out."
+            )
+        if not 0 <= confidence_threshold <= 1:
+            raise ValueError(f"confidence_threshold={confidence_threshold} must be from 0 to 1. Change it.")
+        if tree_size is not None:
+            raise ValueError(
+                f"confidence_threshold={confidence_threshold} truncates a chain, and tree_size={tree_size} asks for a "
+                "tree. Pass one of them."
+            )
+    if markov_top_k is not None:
+        if draft.markov_head is None:
+            raise ValueError(
+                f"markov_top_k={markov_top_k} needs a draft with a Markov head, and this one has none. Leave it out."
+            )
+        if type(markov_top_k) is not int or markov_top_k < 1:
+            raise ValueError(f"markov_top_k={markov_top_k!r} must be an integer of at least 1. Change it.")

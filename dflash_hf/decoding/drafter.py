@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..model.modeling_dflash import DFlashDraftModel, apply_head, embed_tokens
+from ..model.modeling_dflash import DFlashDraftModel, DraftHead, embed_tokens
 from .acceptance import best_tokens
 from .kv_cache import RaggedCache
 from .logits_processing import BlockLogitsProcessor
 from .masks import draft_masks
 from .sequences import SequenceState, column_range
-from .tree import DraftTree
+from .tree import DraftTree, draft_tree
 
 
 @dataclass
@@ -72,6 +72,8 @@ class Drafter:
         sequences ([`SequenceState`]): the text.
         logits_processor ([`BlockLogitsProcessor`]): applied to the draft's scores when its tokens are sampled.
         sample_proposals (`bool`): whether the draft's tokens are sampled instead of its best ones taken.
+        confidence_threshold (`float`, *optional*): the confidence below which a block is truncated.
+        markov_top_k (`int`, *optional*): number of best logits of a slot that a Markov head corrects, all by default.
     """
 
     def __init__(
@@ -82,18 +84,22 @@ class Drafter:
         logits_processor: BlockLogitsProcessor,
         *,
         sample_proposals: bool,
+        confidence_threshold: float | None = None,
+        markov_top_k: int | None = None,
     ) -> None:
         self.draft, self.sequences = draft, sequences
-        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
+        self.embedding = target.get_input_embeddings()
+        self.head = DraftHead(draft, self.embedding, target.get_output_embeddings())
         self.logits_processor, self.sample_proposals = logits_processor, sample_proposals
+        self.confidence_threshold, self.markov_top_k = confidence_threshold, markov_top_k
         self.cache = RaggedCache(draft.config)
         self.context_lengths = [0] * len(sequences)  # number of columns whose hidden states the draft has read
         self.pending: list[PendingContext] = []
 
     @property
-    def block_size(self) -> int:
-        """`int`: number of slots of a trained block, the anchor included."""
-        return self.draft.config.block_size
+    def tokens_per_block(self) -> int:
+        """`int`: number of tokens of a block, which are the anchor and its proposals."""
+        return self.draft.config.tokens_per_block
 
     def add_context(self, hidden_states: torch.Tensor, counts: list[int] | None = None) -> None:
         """
@@ -120,7 +126,7 @@ class Drafter:
         Returns:
             [`Proposal`]
         """
-        sequences, block_size, device = self.sequences, self.block_size, self.draft.device
+        sequences, block_size, device = self.sequences, self.draft.config.block_size, self.draft.device
         if tree.num_slots == 1:
             return Proposal(sequences.tokens[:, :0], tree)
         anchors = sequences.anchors
@@ -144,21 +150,103 @@ class Drafter:
         ).last_hidden_state
         self.pending, self.context_lengths = [], anchors
         # The draft runs all slots, as in training. The head, which costs more, runs the slots in use alone.
-        logits = apply_head(self.head, hidden_states[:, 1 : tree.num_slots].contiguous()).to(sequences.device)
-        return self._choose(logits, tree, hidden_states.isfinite().all())
+        hidden_states = hidden_states.to(sequences.device)
+        is_finite, used = hidden_states.isfinite().all(), hidden_states[:, 1 : tree.num_slots].contiguous()
+        logits = self.head.logits(used).to(sequences.device)
+        if self.head.is_corrected:
+            token_ids, scores = self._walk(logits, used, tree)
+        else:
+            token_ids, scores = self._choose(logits, tree)
+        proposal = Proposal(token_ids, tree, scores, is_finite)
+        threshold = self.confidence_threshold
+        return proposal if threshold is None else self._truncate(proposal, used, threshold)
 
-    def _choose(self, logits: torch.Tensor, tree: DraftTree, is_finite: torch.Tensor) -> Proposal:
-        """Choose the tokens of the tree from the draft's logits of slots 1 … `num_slots - 1`."""
+    def _choose(self, logits: torch.Tensor, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Choose the tokens of the tree where each slot is independent of the others.
+
+        Returns the tokens, and the scores that they were sampled from.
+        """
         if not self.sample_proposals:
             if tree.is_chain:
-                return Proposal(best_tokens(logits), tree, None, is_finite)
+                return self.head.token_ids(best_tokens(logits)), None
             choices = logits.topk(tree.num_ranks).indices
-            return Proposal(choices[:, tree.depths[1:] - 1, tree.ranks[1:]], tree, None, is_finite)
+            return self.head.token_ids(choices[:, tree.depths[1:] - 1, tree.ranks[1:]]), None
+        scores = self._sampling_scores(logits, None)
+        return torch.multinomial(scores.softmax(-1).flatten(0, 1), 1).view(scores.shape[:2]), scores
+
+    def _walk(
+        self, logits: torch.Tensor, hidden_states: torch.Tensor, tree: DraftTree
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Choose the tokens of the tree slot by slot, since the scores of a slot depend on the token before it.
+
+        Args:
+            logits (`torch.FloatTensor` of shape `[sequences, slots - 1, vocabulary]`), hidden_states
+                (`torch.FloatTensor` of shape `[sequences, slots - 1, hidden_size]`): of slots 1 … `slots - 1`.
+            tree ([`DraftTree`]): the tree, which is a chain if the tokens are sampled.
+
+        Returns the tokens, and the scores that they were sampled from.
+        """
+        tokens = logits.new_zeros(len(logits), tree.num_nodes, dtype=torch.long)
+        tokens[:, :1] = self.sequences.anchor_tokens()
+        states, sampled_from = None, []
+        for slot, level in enumerate(tree.levels):
+            before = tokens[:, level.parents]
+            slot_states = hidden_states[:, slot, None].expand(-1, len(level.parents), -1)
+            features, state = self.head.features(
+                before, slot_states, None if states is None else states[:, level.parents]
+            )
+            scores, indices = self.head.correct(logits[:, slot, None], features, top_k=self.markov_top_k)
+            if self.sample_proposals:
+                scores = self._sampling_scores(scores, indices)
+                sampled_from.append(scores)
+                tokens[:, level.nodes] = torch.multinomial(scores[:, 0].softmax(-1), 1)
+            else:
+                choices = (
+                    scores.topk(level.num_ranks).indices if level.num_ranks > 1 else best_tokens(scores)[..., None]
+                )
+                if indices is not None:
+                    choices = indices.expand(*scores.shape).gather(-1, choices)
+                tokens[:, level.nodes] = self.head.token_ids(choices[:, level.parent_indices, level.ranks])
+            if state is not None:
+                states = state.new_zeros(*tokens.shape, state.shape[-1]) if states is None else states
+                states[:, level.nodes] = state[:, level.parent_indices]
+        return tokens[:, 1:], torch.cat(sampled_from, dim=1) if sampled_from else None
+
+    def _sampling_scores(self, scores: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+        """
+        Return the scores that tokens are sampled from, over the vocabulary of the target.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `[sequences, slots, C]`): scores of the candidates.
+            indices (`torch.LongTensor` of shape `[sequences, slots, C]`, *optional*): the candidates, in the
+                vocabulary of the draft; all of it in order if `None`.
+        """
         # Values that are not finite cannot be sampled from. Replacing them is safe, because the accepted text has the
         # target's distribution whatever distribution the draft samples from.
-        scores = self.logits_processor.apply_prefix_free(logits.float().nan_to_num(0.0, 0.0, 0.0))
-        token_ids = torch.multinomial(scores.softmax(-1).flatten(0, 1), 1).view(scores.shape[:2])
-        return Proposal(token_ids, tree, scores, is_finite)
+        scores = scores.float().nan_to_num(0.0, 0.0, 0.0)
+        if indices is None and self.head.vocabulary is None:
+            return self.logits_processor.apply_prefix_free(scores)
+        if indices is None:
+            indices = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
+        allowed = scores.new_full((*scores.shape[:2], self.draft.config.vocab_size), -torch.inf)
+        allowed = allowed.scatter(-1, self.head.token_ids(indices), scores)
+        processed = self.logits_processor.apply_prefix_free(allowed)
+        # A processor may forbid all candidates, and something has to be proposed.
+        return torch.where((processed == -torch.inf).all(-1, keepdim=True), allowed, processed)
+
+    def _truncate(self, proposal: Proposal, hidden_states: torch.Tensor, threshold: float) -> Proposal:
+        """Drop the tokens from the first one on in which the draft has too little confidence in every sequence."""
+        before = torch.cat([self.sequences.anchor_tokens(), proposal.token_ids[:, :-1]], dim=1)
+        confidence = self.head.confidence(before, hidden_states)
+        if confidence is None:
+            return proposal
+        is_kept = (confidence.sigmoid() >= threshold).long().cumprod(1)
+        kept = int(is_kept.sum(1).max())
+        scores = None if proposal.scores is None else proposal.scores[:, :kept]
+        tree = draft_tree(kept + 1, kept + 1, self.sequences.device)
+        return Proposal(proposal.token_ids[:, :kept], tree, scores, proposal.is_finite)
 
     def _pending_context(self, anchors: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -172,7 +260,7 @@ class Drafter:
             return hidden_states, column_range(self.context_lengths, hidden_states.shape[1], device)
         mask = torch.cat([context.mask() for context in self.pending], dim=1)
         columns = torch.tensor(self.context_lengths, device=device)[:, None] + mask.cumsum(1) - 1
-        return hidden_states, torch.where(mask, columns, max(anchors) + self.block_size)
+        return hidden_states, torch.where(mask, columns, max(anchors) + self.draft.config.block_size)
 
     def select(self, kept: list[int], indices: torch.Tensor) -> None:
         """

@@ -26,7 +26,14 @@ from ..target.hidden_states import unwrap_peft
 from ..target.loading import has_weights
 from ..target.rotary import length_dependent_angles
 from . import PROPOSALS
-from .call_checks import check_cache_holds_less, check_call, check_length_of_text, tree_obstacle, usable_draft
+from .call_checks import (
+    check_cache_holds_less,
+    check_call,
+    check_head_arguments,
+    check_length_of_text,
+    tree_obstacle,
+    usable_draft,
+)
 from .draft_length import AdaptiveDraftLength, DraftLengthScheduler, FixedDraftLength, latency_model_of
 from .generation_settings import check_token_healing
 from .kv_cache import check_cache_continuation
@@ -61,6 +68,8 @@ def dflash_decoding(
     block_size: int | str | None = None,
     tree_size: int | None = None,
     proposal: str = "argmax",
+    confidence_threshold: float | None = None,
+    markov_top_k: int | None = None,
     streamer: BaseStreamer | None = None,
     on_pass: Callable[[VerifyPass], None] | None = None,
     **model_kwargs: Any,
@@ -89,6 +98,12 @@ def dflash_decoding(
             each with its target probability. `"sample"` samples the proposals from the draft. Both are lossless. The
             first accepts more where the tokens of a block depend strongly on each other, the second where the draft's
             probabilities are close to the target's.
+        confidence_threshold (`float`, *optional*):
+            Verify a block only up to the first token that the draft's confidence head gives a smaller probability, 0
+            to 1. In a batch the most confident sequence decides.
+        markov_top_k (`int`, *optional*):
+            Let a Markov head correct this many of the best logits of a slot and drop all others. By default it
+            corrects all of them, which reads a matrix of the size of the vocabulary for every slot.
         streamer (`BaseStreamer`, *optional*):
             Receives the prompt and then each token, as in plain generation. It needs a batch of one sequence.
         on_pass (`Callable`, *optional*):
@@ -126,6 +141,7 @@ def dflash_decoding(
             f"A streamer takes the tokens of one sequence, and the batch has {len(input_ids)}. Leave the streamer "
             "out, or use on_pass."
         )
+    check_head_arguments(draft, confidence_threshold, markov_top_k, tree_size)
     criteria = BlockStoppingCriteria(stopping_criteria)
     check_length_of_text(model, input_ids, num_padding, criteria.max_length)
     sample_proposals = bool(generation_config.do_sample) and proposal == "sample"
@@ -145,6 +161,8 @@ def dflash_decoding(
         do_sample=bool(generation_config.do_sample),
         sample_proposals=sample_proposals,
         scheduler=scheduler,
+        confidence_threshold=confidence_threshold,
+        markov_top_k=markov_top_k,
         pad_token_id=pad_token_id,
         keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
         keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
@@ -186,6 +204,8 @@ def speculative_generate(
     block_size: int | str | None = None,
     tree_size: int | None = None,
     proposal: str = "argmax",
+    confidence_threshold: float | None = None,
+    markov_top_k: int | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     stop_strings: str | list[str] | None = None,
@@ -200,7 +220,7 @@ def speculative_generate(
             The pair.
         inputs (`torch.LongTensor` of shape `[sequences, columns]`, *optional*):
             The prompts, as for `generate`. They can also be passed as `input_ids=`.
-        block_size, tree_size, proposal, streamer, on_pass:
+        block_size, tree_size, proposal, confidence_threshold, markov_top_k, streamer, on_pass:
             See [`dflash_decoding`].
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of the target, which `stop_strings` needs.
@@ -242,6 +262,8 @@ def speculative_generate(
         block_size=block_size,
         tree_size=tree_size,
         proposal=proposal,
+        confidence_threshold=confidence_threshold,
+        markov_top_k=markov_top_k,
         streamer=streamer,
         on_pass=on_pass,
     )
@@ -300,7 +322,7 @@ def _scheduler(
     obstacle: str | None,
 ) -> DraftLengthScheduler:
     """Return the scheduler that `block_size` and `tree_size` ask for."""
-    trained = draft.config.block_size
+    trained = draft.config.tokens_per_block
     if tree_size is not None:
         if obstacle:
             raise ValueError(f"tree_size={tree_size} cannot be used, because {obstacle}. Leave it out.")

@@ -108,6 +108,8 @@ class DecodingLoop:
             Whether the draft's tokens are sampled, too, instead of its best ones taken.
         scheduler ([`DraftLengthScheduler`]):
             Chooses how many tokens each pass verifies. It exceeds the slots of a block only where trees are possible.
+        confidence_threshold (`float`, *optional*), markov_top_k (`int`, *optional*):
+            As in [`Drafter`].
         pad_token_id (`int`, defaults to 0):
             The token that processors and criteria of a batch see after the end of a sequence.
         keep_scores, keep_logits (`bool`, defaults to `False`):
@@ -128,22 +130,34 @@ class DecodingLoop:
         do_sample: bool,
         sample_proposals: bool,
         scheduler: DraftLengthScheduler,
+        confidence_threshold: float | None = None,
+        markov_top_k: int | None = None,
         pad_token_id: int = 0,
         keep_scores: bool = False,
         keep_logits: bool = False,
         on_pass: Callable[[VerifyPass], None] | None = None,
     ) -> None:
-        block_size = draft.config.block_size
+        tokens_per_block = draft.config.tokens_per_block
         self.sequences = SequenceState(
             input_ids,
             num_padding,
             max_length=stopping_criteria.max_length,
-            num_spare_columns=2 * (block_size + MAX_PENDING_TOKENS),
+            num_spare_columns=2 * (tokens_per_block + MAX_PENDING_TOKENS),
         )
         self.watch = Stopwatch(self.sequences.device)
-        self.drafter = Drafter(draft, target, self.sequences, logits_processor, sample_proposals=sample_proposals)
+        self.drafter = Drafter(
+            draft,
+            target,
+            self.sequences,
+            logits_processor,
+            sample_proposals=sample_proposals,
+            confidence_threshold=confidence_threshold,
+            markov_top_k=markov_top_k,
+        )
         self.target_runner = TargetRunner(target, draft, self.sequences, self.watch)
-        self.recorder = PassRecorder(self.sequences, block_size, keep_scores=keep_scores, keep_logits=keep_logits)
+        self.recorder = PassRecorder(
+            self.sequences, tokens_per_block, keep_scores=keep_scores, keep_logits=keep_logits
+        )
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self.scheduler, self.do_sample, self.on_pass = scheduler, do_sample, on_pass
         self.decide_in_order = OrderedDecision(
@@ -219,15 +233,15 @@ class DecodingLoop:
             verified = self.target_runner.verify(proposal)
             watch.lap("verify")
             counts = self._commit(proposal, verified.logits, verified)
-            if room >= self.drafter.block_size:  # the last, shorter passes would mislead the scheduler
+            # The last, shorter passes and truncated blocks would mislead the scheduler.
+            if room >= self.drafter.tokens_per_block and self.drafter.confidence_threshold is None:
                 self.scheduler.end_pass(num_sequences, num_tokens, counts)
             watch.lap("overhead")
 
     def _tree(self, num_tokens: int, room: int) -> DraftTree:
         """Return the tree of the tokens to verify, which is a chain unless there are more of them than slots."""
-        block_size = self.drafter.block_size
-        num_slots = min(block_size, num_tokens, room)
-        is_chain = num_tokens <= block_size
+        num_slots = min(self.drafter.tokens_per_block, num_tokens, room)
+        is_chain = num_tokens <= self.drafter.tokens_per_block
         return draft_tree(num_slots, num_slots if is_chain else num_tokens, self.sequences.device)
 
     def _decide_at_once(self, proposal: Proposal, logits: torch.Tensor) -> PassDecision:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from ..model.modeling_dflash import DFlashDraftModel, apply_head, embed_tokens
+from ..model.modeling_dflash import DFlashDraftModel, DraftHead, embed_tokens
 
 
 @torch.no_grad()
@@ -39,7 +39,8 @@ def reference_generate(
     """
     text, max_length = input_ids, input_ids.shape[1] + max_new_tokens
     trained = draft.config.block_size
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    embedding = target.get_input_embeddings()
+    head = DraftHead(draft, embedding, target.get_output_embeddings())
     passes: list[list[int]] = []
     drafted = text[:, :0]  # [1, 0]: the first pass has no draft
     while True:
@@ -73,6 +74,13 @@ def reference_generate(
         ]  # [1, anchor + trained]: context first, then the block
         slots = draft(embed_tokens(embedding, block), context, position_ids=positions).last_hidden_state
 
-        # Slot k predicts the token at its own position, k places after the anchor. [1, num_slots - 1]
-        num_slots = min(block_size or trained, room)
-        drafted = apply_head(head, slots[:, 1:num_slots]).argmax(-1)
+        # State k predicts the token k places after the anchor. A selector or a Markov head corrects its logits
+        # according to the token before, which is the anchor or was just drafted. drafted: [1, num_tokens - 1]
+        num_tokens = min(block_size or draft.config.tokens_per_block, room)
+        drafted, before, state = text[:, :0], text[:, -1], None
+        for k in range(1, num_tokens):
+            features, state = head.features(before, slots[:, k], state)
+            scores, candidates = head.correct(head.logits(slots[:, k]), features)
+            choice = scores.argmax(-1, keepdim=True)
+            before = head.token_ids(choice if candidates is None else candidates.gather(1, choice))[:, 0]
+            drafted = torch.cat([drafted, before[:, None]], dim=1)

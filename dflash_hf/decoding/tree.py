@@ -16,6 +16,29 @@ MAX_RANKS = 16  # choices that are considered at a slot
 
 
 @dataclass(frozen=True, eq=False)
+class TreeLevel:
+    """
+    The nodes of a tree in one slot.
+
+    Args:
+        nodes, ranks (`torch.LongTensor` of shape `[nodes of the level]`):
+            The nodes, and the rank of each among the choices after its parent.
+        parents (`torch.LongTensor` of shape `[parents of the level]`):
+            The nodes of the slot before that have children, without repetition.
+        parent_indices (`torch.LongTensor` of shape `[nodes of the level]`):
+            The place of each node's parent in `parents`.
+        num_ranks (`int`):
+            Number of choices that the level uses after a parent.
+    """
+
+    nodes: torch.Tensor
+    ranks: torch.Tensor
+    parents: torch.Tensor
+    parent_indices: torch.Tensor
+    num_ranks: int
+
+
+@dataclass(frozen=True, eq=False)
 class DraftTree:
     """
     A tree of drafted tokens. Node 0 is the anchor, and the depth of a node is its slot in the block.
@@ -36,6 +59,8 @@ class DraftTree:
             Number of nodes of the chain of first choices, the anchor included.
         num_ranks (`int`):
             Number of choices that the tree uses at a slot.
+        levels (`tuple` of [`TreeLevel`]):
+            The nodes of slot 1, slot 2 and so on.
     """
 
     depths: torch.Tensor
@@ -46,6 +71,7 @@ class DraftTree:
     paths: torch.Tensor
     chain_length: int
     num_ranks: int
+    levels: tuple[TreeLevel, ...]
 
     @property
     def num_nodes(self) -> int:
@@ -109,6 +135,13 @@ def draft_tree(num_slots: int, num_nodes: int, device: torch.device) -> DraftTre
     def tensor(values: list) -> torch.Tensor:
         return torch.tensor(values, device=device)
 
+    def level(depth: int) -> TreeLevel:
+        members = [node for node, length in enumerate(depths) if length == depth]
+        before = sorted({parents[node] for node in members})
+        ranks = [nodes[node][-1] for node in members]
+        places = [before.index(parents[node]) for node in members]
+        return TreeLevel(tensor(members), tensor(ranks), tensor(before), tensor(places), 1 + max(ranks))
+
     return DraftTree(
         depths=tensor(depths),
         ranks=tensor([choice[-1] if choice else 0 for choice in nodes]),
@@ -123,4 +156,5 @@ def draft_tree(num_slots: int, num_nodes: int, device: torch.device) -> DraftTre
         paths=tensor(paths),
         chain_length=sum(not any(choice) for choice in nodes),
         num_ranks=1 + max((choice[-1] for choice in chosen), default=0),
+        levels=tuple(level(depth) for depth in range(1, max(depths) + 1)),
     )

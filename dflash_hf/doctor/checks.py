@@ -368,19 +368,20 @@ def check_paths(draft: DFlashDraftModel, responses: TargetResponses) -> Finding:
     Returns:
         [`Finding`] named "training and generation".
     """
-    name, size = "training and generation", draft.config.block_size
+    name, config = "training and generation", draft.config
     row = int(responses.supervised_mask.sum(-1).argmax())
     length, start = int(responses.token_valid_mask[row].sum()), int(responses.supervised_mask[row].int().argmax())
     if length < 3:
         return Finding(name, SKIPPED, f"the longest text has {length} tokens", "Use other prompts.")
     ids = responses.input_ids[row : row + 1, :length]
-    context = responses.context(draft.config.target_layer_ids or [])[row : row + 1, :length]
+    context = responses.context(config.target_layer_ids or [])[row : row + 1, :length]
     batch = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), hidden_states=context)
     first, last = max(start - 1, 1), length - 2  # the last anchor has one token after it
-    last_whole = max(length - size, first)
+    last_whole = max(length - config.tokens_per_block, first)
     anchors = sorted({first, (first + last_whole) // 2, last_whole, (last_whole + last) // 2, last})
     # Without a supervised mask there is a block at every position, in ascending order.
-    trained = block_hidden_states(draft, draft, blocks_of_each_row(batch.plan_every_anchor(size), 1, anchors), batch)
+    plan = batch.plan_every_anchor(config.tokens_per_block, sample_from_anchor=config.sample_from_anchor)
+    trained = block_hidden_states(draft, draft, blocks_of_each_row(plan, 1, anchors), batch)
     tolerance, worst = TOLERANCES.get(draft.dtype, TOLERANCES[torch.bfloat16]), 0.0
     for block, anchor in zip(trained, anchors, strict=True):
         noise = draft.embed_blocks(ids[:, anchor : anchor + 1])

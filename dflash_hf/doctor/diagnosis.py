@@ -133,7 +133,7 @@ class Diagnosis:
     def simulated(self) -> torch.Tensor:
         """`torch.LongTensor` of shape `[R, B]`: simulated passes of each response by the tokens they commit."""
         accepted = accepted_tokens(self.draft, self.responses)
-        return simulated_passes(accepted, self.responses, self.draft.config.block_size)
+        return simulated_passes(accepted, self.responses, self.draft.config.tokens_per_block)
 
     @cached_property
     def generations(self) -> list[Generation]:
@@ -162,7 +162,7 @@ class Diagnosis:
 
     def _acceptance_of(self, generations: Sequence[Generation]) -> AcceptanceRecord:
         """Return the acceptance record of some generations."""
-        block_size = self.draft.config.block_size
+        block_size = self.draft.config.tokens_per_block
         return sum((generation.acceptance(block_size) for generation in generations), AcceptanceRecord())
 
     def _each(self, on_check: Callable[[str], None], checks: dict[str, Callable[[], Finding]]) -> Iterator[Finding]:
@@ -237,7 +237,9 @@ class Diagnosis:
         faults, length = self.faults, self.acceptance_length
         if length is None:
             return Finding("acceptance", SKIPPED, "the responses have one token each", "Use other prompts.")
-        measured = f"acceptance length {length:.2f} of {self.draft.config.block_size} on {len(self.prompts)} prompts"
+        measured = (
+            f"acceptance length {length:.2f} of {self.draft.config.tokens_per_block} on {len(self.prompts)} prompts"
+        )
         if length >= WEAK_BELOW:
             return Finding("acceptance", OK, measured)
         if faults:

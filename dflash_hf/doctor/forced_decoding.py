@@ -219,27 +219,29 @@ def simulated_passes(accepted: torch.Tensor, responses: TargetResponses, block_s
 @torch.no_grad()
 def slot_predictions(draft: DFlashDraftModel, responses: TargetResponses) -> torch.Tensor:
     """
-    Return the most likely token of every slot of every block.
+    Return the most likely token of every place of every block, before a selector or a Markov head corrects it.
 
     Args:
         draft ([`DFlashDraftModel`]): The draft, tied.
         responses ([`TargetResponses`]): The text.
 
     Returns:
-        `torch.LongTensor` of shape `[R, S, B]`: The token by anchor and slot; -1 at positions that are no anchor.
+        `torch.LongTensor` of shape `[R, S, T]`: The token by anchor and distance from it; -1 at positions that are no
+        anchor.
     """
     rows, length = responses.input_ids.shape
-    block_size = draft.config.block_size
-    batch = responses.batch(draft.config.target_layer_ids or [])
-    plan = batch.plan_every_anchor(block_size)
-    predictions = responses.input_ids.new_full((rows, length, block_size), -1)
+    config, head = draft.config, draft.draft_head()
+    batch = responses.batch(config.target_layer_ids or [])
+    plan = batch.plan_every_anchor(config.tokens_per_block, sample_from_anchor=config.sample_from_anchor)
+    predictions = responses.input_ids.new_full((rows, length, config.tokens_per_block), -1)
     num_anchors = int(plan.block_valid.view(rows, length).sum(-1).max())
     for start in range(0, num_anchors, BLOCKS_PER_PASS):
         part = blocks_of_each_row(plan, rows, slice(start, min(start + BLOCKS_PER_PASS, num_anchors)))
         hidden_states = block_hidden_states(draft, draft, part, batch)
         valid = part.block_valid
         chunks = hidden_states[valid].flatten(0, 1).split(default_chunk_size(hidden_states.device))
-        best = torch.cat([draft.compute_logits(chunk).argmax(-1) for chunk in chunks]).view(-1, block_size)
+        best = head.token_ids(torch.cat([head.logits(chunk).argmax(-1) for chunk in chunks]))
+        best = best.view(-1, config.tokens_per_block)
         predictions[part.sample_rows[valid], part.anchor_positions[valid]] = best.to(predictions.device)
     return predictions
 
@@ -307,20 +309,23 @@ def check_slots(draft: DFlashDraftModel, responses: TargetResponses) -> Finding:
         return Finding("slot layout", SKIPPED, "the responses are shorter than two tokens", "Use other prompts.")
     slots = " ".join(f"{value:.0%}" for value in by_shift[0])
     measured = (
-        f"slots 1 … {draft.config.block_size - 1} are right in {slots}; on average {means[0]:.0%} at their own "
-        f"position, {means[1]:.0%} one position later, {means[-1]:.0%} one earlier"
+        f"proposals 1 … {draft.config.tokens_per_block - 1} are right in {slots}; on average {means[0]:.0%} at their "
+        f"own position, {means[1]:.0%} one position later, {means[-1]:.0%} one earlier"
     )
     shift = max((1, -1), key=lambda position: means[position])
     if means[shift] < means[0] + SHIFT_MARGIN:
         return Finding("slot layout", OK, measured)
-    rule = "a + k + 1" if shift == 1 else "a + k - 1"
+    if draft.config.sample_from_anchor:
+        trained, expected = ("a + k + 2" if shift == 1 else "a + k"), "a + k + 1 (sample_from_anchor=True)"
+    else:
+        trained, expected = ("a + k + 1" if shift == 1 else "a + k - 1"), "a + k"
     return Finding(
         "slot layout",
         FAULT,
         measured,
-        f"Slot k of the block at anchor a was trained on token {rule}, while this package and servers use a + k. "
-        "Label slot k with input_ids[a + k], without a shift, and train again. A draft with the other convention "
-        "(sample_from_anchor, DeepSpec) needs the software that made it.",
+        f"Slot k of the block at anchor a was trained on token {trained}, while its configuration says {expected}. "
+        "Correct sample_from_anchor in the configuration if one of its two values fits. Otherwise label the slots "
+        "accordingly and train again.",
     )
 
 

@@ -133,10 +133,12 @@ def measure_perturbations(
     """
     unperturbed = _committed_per_anchor(draft, responses)
     base = unperturbed.mean().item()
-    if base >= NEAR_PERFECT * draft.config.block_size:
+    if base >= NEAR_PERFECT * draft.config.tokens_per_block:
         for name in FAMILIES:
             yield Finding(
-                name, SKIPPED, f"a pass commits {base:.2f} tokens of {draft.config.block_size} without a perturbation"
+                name,
+                SKIPPED,
+                f"a pass commits {base:.2f} tokens of {draft.config.tokens_per_block} without a perturbation",
             )
         return
     families: dict[str, Callable[[], Iterator[Perturbation]]] = {

@@ -237,7 +237,7 @@ def generated_acceptance_length(
             "tokenizer": tokenizer,
         }
         generation = generate_timed(target, inputs, draft, loop=loop, **kwargs)
-        acceptance += generation.acceptance(draft.config.block_size)
+        acceptance += generation.acceptance(draft.config.tokens_per_block)
     return acceptance.acceptance_length
 
 

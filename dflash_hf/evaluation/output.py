@@ -163,7 +163,7 @@ def collect(evaluation: SuiteEvaluation, journal: SuiteJournal, command: str) ->
     Returns:
         [`SuiteOutput`]
     """
-    block_size, settings = evaluation.draft.config.block_size, evaluation.settings
+    block_size, settings = evaluation.draft.config.tokens_per_block, evaluation.settings
     titles = {name: each.title for name, each in evaluation.sets.items()}
     results = summarize_all(journal.pairs.values(), titles, block_size, settings.max_new_tokens)
     is_contended = any(run["num_processes"] > 1 for run in journal.runs)

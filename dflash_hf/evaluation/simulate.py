@@ -11,7 +11,7 @@ from ..blocks.batch import TokenBatch
 from ..blocks.forward import block_hidden_states
 from ..blocks.head_losses import default_chunk_size
 from ..blocks.plan import blocks_of_each_row
-from ..model.modeling_dflash import DFlashDraftModel
+from ..model.modeling_dflash import DFlashDraftModel, DraftHead
 
 
 def simulate_passes(
@@ -110,7 +110,8 @@ def accepted_tokens_at_every_anchor(
         `torch.LongTensor` of shape `[R, S]`: 0 where no block has its anchor.
     """
     rows, length = batch.input_ids.shape
-    plan = batch.plan_every_anchor(draft.config.block_size)
+    config, head = draft.config, draft.draft_head()
+    plan = batch.plan_every_anchor(config.tokens_per_block, sample_from_anchor=config.sample_from_anchor)
     chunk_size = head_chunk_size or default_chunk_size(batch.input_ids.device)
     accepted = torch.zeros_like(batch.input_ids)
     num_anchors = int(plan.block_valid.view(rows, length).sum(-1).max())
@@ -119,17 +120,42 @@ def accepted_tokens_at_every_anchor(
         start = min(index, num_passes - 1) * blocks_per_pass
         part = blocks_of_each_row(plan, rows, slice(start, start + blocks_per_pass))
         hidden_states = block_hidden_states(model, draft, part, batch, block_attention=block_attention)
-        blocks = part.block_valid.nonzero()[:, 0]
-        for slot in range(1, part.block_size):
-            blocks = blocks[part.loss_mask[blocks, slot]]
+        blocks, state = part.block_valid.nonzero()[:, 0], None
+        for place in range(1, part.tokens_per_block):
+            is_supervised = part.loss_mask[blocks, place]
+            blocks, state = blocks[is_supervised], None if state is None else state[is_supervised]
             if len(blocks) == 0:
                 break
-            labels = batch.input_ids[part.sample_rows[blocks], part.label_positions[blocks, slot]]
-            chunks = hidden_states[blocks, slot].split(chunk_size)
-            predictions = torch.cat([draft.compute_logits(chunk).argmax(-1) for chunk in chunks])
-            blocks = blocks[predictions.to(labels.device) == labels]
-            accepted[part.sample_rows[blocks], part.anchor_positions[blocks]] = slot
+            of_row, columns = part.sample_rows[blocks], part.label_positions[blocks, place]
+            before, labels = batch.input_ids[of_row, columns - 1], batch.input_ids[of_row, columns]
+            predictions, state = _predict(head, hidden_states[blocks, place], before, state, chunk_size)
+            is_right = predictions.to(labels.device) == labels
+            blocks, state = blocks[is_right], None if state is None else state[is_right]
+            accepted[part.sample_rows[blocks], part.anchor_positions[blocks]] = place
     return accepted
+
+
+def _predict(
+    head: DraftHead,
+    hidden_states: torch.Tensor,
+    previous_token_ids: torch.Tensor,
+    state: torch.Tensor | None,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the token that the draft proposes in each of some slots, and the state of an `rnn` head for the next."""
+    features, state = head.features(previous_token_ids, hidden_states, state)
+    predictions = []
+    for start in range(0, len(hidden_states), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        logits = head.logits(hidden_states[chunk])
+        if features is None:
+            predictions.append(head.token_ids(logits.argmax(-1)))
+            continue
+        scores, candidates = head.correct(logits, features[chunk])
+        choices = scores.argmax(-1, keepdim=True)
+        choices = choices if candidates is None else candidates.gather(-1, choices)
+        predictions.append(head.token_ids(choices[:, 0]))
+    return torch.cat(predictions), state
 
 
 def simulate_decoding(

@@ -273,7 +273,7 @@ class SuiteEvaluation:
 
     def _check_block_size(self) -> None:
         """Refuse numbers of verified tokens that do not fit the draft."""
-        size, trained = self.settings.block_size, self.draft.config.block_size
+        size, trained = self.settings.block_size, self.draft.config.tokens_per_block
         tree_size = self.settings.tree_size
         if tree_size is not None and (size is not None or tree_size <= trained):
             raise ValueError(

@@ -58,7 +58,7 @@ def serving_commands(card: DraftCard, target: str, draft: str) -> dict[str, str]
     # vLLM recognises the method by "dflash" in the folder's name, which must also differ from that of the source.
     folder = f"{name}-serving" if "dflash" in name.lower() else f"{name}-DFlash"
     serving = card.serving_repo or folder
-    speculative = {"method": "dflash", "model": serving, "num_speculative_tokens": card.config.block_size - 1}
+    speculative = {"method": "dflash", "model": serving, "num_speculative_tokens": card.config.tokens_per_block - 1}
     return {
         "convert": shlex.join(["dflash-hf", "convert", draft, folder, "--layout", "serving"]),
         "vllm": shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]),

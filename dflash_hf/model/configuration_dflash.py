@@ -51,14 +51,19 @@ INTEGER_LIMITS = {
     "num_target_layers": (1, MAX_LAYERS),
     "target_num_hidden_layers": (1, MAX_LAYERS),
     "block_size": (2, MAX_BLOCK_SIZE),
+    "conv_kernel_size": (1, MAX_BLOCK_SIZE),
 }
 # The rule of every field that holds a real number. No rule holds for NaN.
 NUMBER_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "initializer_range": (lambda value: 0 < value <= 10, "above 0 and at most 10"),
     "rms_norm_eps": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "attention_dropout": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
-    "input_embedding_scale": (lambda value: 0 < value <= MAX_SIZE, f"above 0 and at most {MAX_SIZE}"),
+    **dict.fromkeys(
+        ("input_embedding_scale", "selector_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+        (lambda value: 0 < value <= MAX_SIZE, f"above 0 and at most {MAX_SIZE}"),
+    ),
 }
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 # Names of the number of residual streams in the configurations of targets.
 STREAM_COUNTS = ("altup_num_inputs", "hc_mult", "hc_count")
 # The values that describe a draft and no other model, by one of which a file without a model type is recognised.
@@ -153,13 +158,17 @@ def default_target_layer_ids(target_num_hidden_layers: int, num_target_layers: i
     return [round(first + j * (last - first) / (count - 1)) for j in range(count)]
 
 
-def check_target_layer_ids(target_layer_ids: list[int], target_num_hidden_layers: int) -> None:
+def check_target_layer_ids(
+    target_layer_ids: list[int], target_num_hidden_layers: int, *, last_layer_after_norm: bool = False
+) -> None:
     """
-    Refuse layers that the target does not have, and its last layer.
+    Refuse layers that the target does not have, and its last layer where its state has two meanings.
 
     Args:
-        target_layer_ids (`list[int]`): The layers that the draft reads, counted from 0.
+        target_layer_ids (`list[int]`): The layers that the draft reads, counted from 0; -1 is the embedding.
         target_num_hidden_layers (`int`): The number of decoder layers of the target.
+        last_layer_after_norm (`bool`, defaults to `False`): Whether the last layer means its state after the final
+            norm, so that it may be read.
 
     Raises:
         ValueError: An id is out of range or is that of the last layer.
@@ -167,14 +176,15 @@ def check_target_layer_ids(target_layer_ids: list[int], target_num_hidden_layers
     ids, depth = target_layer_ids, target_num_hidden_layers
     if max(ids) >= depth:
         raise ValueError(
-            f"target_layer_ids={brief(ids)} must be integers from 0 to {depth - 1}, because the target has "
-            f"target_num_hidden_layers={depth}. Choose other layers."
+            f"target_layer_ids={brief(ids)} must be integers from 0 to {depth - 1}, or -1 for the embedding, because "
+            f"the target has target_num_hidden_layers={depth}. Choose other layers."
         )
-    if depth - 1 in ids:
+    if depth - 1 in ids and not last_layer_after_norm:
         raise ValueError(
             f"target_layer_ids={brief(ids)} contains the last layer, {depth - 1}. transformers returns its state "
             "after the final norm and serving engines return it before, so that a draft trained with one would be "
-            "rarely accepted with the other. Choose an earlier layer."
+            "rarely accepted with the other. Choose an earlier layer, or pass last_layer_after_norm=True for a draft "
+            "that was trained with the state after the norm."
         )
 
 
@@ -292,14 +302,40 @@ class DFlashConfig(PreTrainedConfig):
         is_causal (`bool`, *optional*): Whether a slot sees only itself and the slots before it. By default sliding
             layers are causal inside the block and full layers are not.
         block_size (`int`, defaults to 16): Number of slots in a block, the anchor included.
+        sample_from_anchor (`bool`, defaults to `False`): Whether slot `k` predicts the token `k + 1` places after the
+            anchor, as in DSpark, so that a block proposes `block_size` tokens. By default slot `k` predicts the token
+            `k` places after the anchor, and a block proposes one token less.
         mask_token_id (`int`, defaults to 151669): Token whose embedding fills the slots to be drafted.
+        learned_mask_embedding (`bool`, defaults to `False`): Whether a vector of the draft's own fills these slots.
+        conv_kernel_size (`int`, *optional*): Number of taps of the convolutions around attention and MLP (DFlash 2).
+            There are none by default.
+        conv_group_size (`int`, *optional*, defaults to 16): Number of channels that share the part of a kernel that
+            depends on the token. It divides `hidden_size`.
+        attention_sinks (`bool`, defaults to `False`): Whether every head has a trained logit that belongs to no token.
+        selector_rank (`int`, *optional*): Rank of the candidate selector of DFlash 2. There is none by default.
+        selector_top_k (`int`, *optional*, defaults to 16): Number of candidates of a slot.
+        selector_factored (`bool`, defaults to `False`): Whether the selector computes its tables from the target's
+            embedding, with far fewer weights, instead of holding them.
+        selector_embedding_scale (`float`, *optional*): Factor of that embedding, by default one over its mean norm,
+            which is computed when the draft is tied.
+        markov_rank (`int`, *optional*): Rank of the Markov head of DSpark. There is none by default or with 0.
+        markov_head_type (`str`, *optional*, defaults to `"vanilla"`): `"vanilla"`, `"gated"` or `"rnn"`.
+        enable_confidence_head (`bool`, defaults to `False`): Whether a head predicts whether each token is accepted.
+        confidence_head_with_markov (`bool`, defaults to `False`): Whether it reads the Markov head's embedding of the
+            token before as well.
+        draft_vocab_size (`int`, *optional*): Number of tokens that the draft can propose, by default all. The tensor
+            `d2t` says which they are.
+        output_multiplier (`float`, *optional*), final_logit_softcapping (`float`, *optional*): Factor and cap of the
+            logits to which a selector or a Markov head adds its scores.
         num_target_layers (`int`, *optional*): Number of target layers that the draft reads. It follows from
             `target_layer_ids`.
         target_hidden_size (`int`, *optional*): Width of the target, equal to `hidden_size`.
         target_num_hidden_layers (`int`, *optional*, defaults to 36): Number of decoder layers of the target. It is
             `None` until the draft is tied if another producer's checkpoint does not contain it.
-        target_layer_ids (`list[int]`, *optional*): The target layers that the draft reads, counted from 0. By default
-            they are evenly spread.
+        target_layer_ids (`list[int]`, *optional*): The target layers that the draft reads, counted from 0; -1 is the
+            embedding. By default they are evenly spread.
+        last_layer_after_norm (`bool`, defaults to `False`): Whether the draft may read the last layer, whose state is
+            then the one after the final norm, as transformers returns it.
         target_name_or_path (`str`, *optional*): Hub name or folder of the target.
         target_revision (`str`, *optional*): Revision of the target.
         chat_template_kwargs (`dict`, *optional*): Chat-template arguments used in training.
@@ -354,11 +390,28 @@ class DFlashConfig(PreTrainedConfig):
     sliding_window: int | None = None
     is_causal: bool | None = None
     block_size: int = 16
+    sample_from_anchor: bool = False
     mask_token_id: int = 151669
+    learned_mask_embedding: bool = False
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    attention_sinks: bool = False
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    selector_factored: bool = False
+    selector_embedding_scale: float | int | None = None
+    markov_rank: int | None = None
+    markov_head_type: str | None = None
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    draft_vocab_size: int | None = None
+    output_multiplier: float | int | None = None
+    final_logit_softcapping: float | int | None = None
     num_target_layers: int | None = None
     target_hidden_size: int | None = None
     target_num_hidden_layers: int | None = 36
     target_layer_ids: list[int] | None = None
+    last_layer_after_norm: bool = False
     target_name_or_path: str | None = None
     target_revision: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -369,6 +422,8 @@ class DFlashConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if self.markov_rank == 0:  # other producers write 0 for a draft without a Markov head
+            self.markov_rank = None
         self._check_types()
         self._check_others(kwargs)
         self.rope_parameters = self._merge_rope(self.rope_parameters, kwargs)
@@ -386,7 +441,16 @@ class DFlashConfig(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.conv_kernel_size is not None and self.conv_group_size is None:
+            self.conv_group_size = 16
+        if self.selector_rank is not None and self.selector_top_k is None:
+            self.selector_top_k = 16
+        if self.markov_rank is not None and self.markov_head_type is None:
+            self.markov_head_type = "vanilla"
+        if self.draft_vocab_size == self.vocab_size:
+            self.draft_vocab_size = None
         self._check_values()
+        self._check_kind()
         try:
             super().__post_init__(**kwargs)
         except (AttributeError, TypeError) as error:  # a value that transformers interprets, such as num_labels
@@ -420,6 +484,11 @@ class DFlashConfig(PreTrainedConfig):
     def rope_theta(self) -> float:
         """`float`: base of the rotary angles in `rope_parameters`."""
         return (self.rope_parameters or {}).get("rope_theta", self.default_theta)
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`int`: number of tokens of a block, which are the anchor and the tokens that its slots predict."""
+        return self.block_size + 1 if self.sample_from_anchor else self.block_size
 
     def in_block_causal(self, layer_index: int) -> bool:
         """Tell whether a slot of this layer sees only itself and the slots before it."""
@@ -614,6 +683,7 @@ class DFlashConfig(PreTrainedConfig):
         if "target_layer_ids" not in given:
             values["target_layer_ids"] = _layer_ids_of_depth(given.pop("num_target_layers", 5), text.num_hidden_layers)
         values |= _TargetGeometry(name, text, given.get("layer_types")).values(given, cls.default_theta)
+        values["selector_factored"] = given.get("selector_rank") is not None
         values |= given
 
         reason, tokenizer = "given", text_tokenizer(tokenizer)
@@ -747,13 +817,13 @@ class DFlashConfig(PreTrainedConfig):
             raise ValueError(
                 f"head_dim={self.head_dim} must be even, because rotary angles apply to pairs. Change the value."
             )
-        if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < -1 for i in ids):
             raise ValueError(
-                f"target_layer_ids={brief(ids)} must be a list of integers, the layers of the target counted from 0. "
-                "Change the value."
+                f"target_layer_ids={brief(ids)} must be a list of integers, the layers of the target counted from 0, "
+                "or -1 for its embedding. Change the value."
             )
         if depth is not None:
-            check_target_layer_ids(ids, depth)
+            check_target_layer_ids(ids, depth, last_layer_after_norm=self.last_layer_after_norm)
         if len(set(ids)) != len(ids):
             raise ValueError(f"target_layer_ids={brief(ids)} must be distinct. Remove the repeated ids.")
         if self.num_target_layers != len(ids):
@@ -781,6 +851,68 @@ class DFlashConfig(PreTrainedConfig):
             raise ValueError(
                 f"sliding_window={self.sliding_window} must be at least block_size={self.block_size} when a layer is "
                 "'sliding_attention'. Increase it."
+            )
+
+    def _check_kind(self) -> None:
+        """Raise a `ValueError` for parts of a draft that do not fit together."""
+        parts = {
+            "conv_kernel_size": ("conv_group_size",),
+            "selector_rank": ("selector_top_k", "selector_factored", "selector_embedding_scale"),
+            "markov_rank": ("markov_head_type", "confidence_head_with_markov"),
+        }
+        for part, fields in parts.items():
+            for field in fields:
+                if getattr(self, part) is None and getattr(self, field) not in (None, False):
+                    raise ValueError(
+                        f"{field}={brief(getattr(self, field))} has no effect without {part}. Pass {part}, or leave "
+                        f"{field} out."
+                    )
+        if self.conv_kernel_size is not None and self.conv_kernel_size > self.block_size:
+            raise ValueError(
+                f"conv_kernel_size={self.conv_kernel_size} must be at most block_size={self.block_size}, because a "
+                "convolution does not leave its block. Reduce it."
+            )
+        if self.conv_group_size is not None and self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size={self.conv_group_size} must divide hidden_size={self.hidden_size}. Change it."
+            )
+        if self.selector_rank is not None and self.markov_rank is not None:
+            raise ValueError(
+                f"selector_rank={self.selector_rank} and markov_rank={self.markov_rank} are both set, but a draft has "
+                "one head that corrects its logits. Pass one of them."
+            )
+        if self.selector_top_k is not None and self.selector_top_k > self.vocab_size:
+            raise ValueError(
+                f"selector_top_k={self.selector_top_k} must be at most vocab_size={self.vocab_size}. Reduce it."
+            )
+        if self.selector_embedding_scale is not None and not self.selector_factored:
+            raise ValueError(
+                f"selector_embedding_scale={self.selector_embedding_scale} has no effect without "
+                "selector_factored=True. Leave it out."
+            )
+        if self.markov_head_type not in (None, *MARKOV_HEAD_TYPES):
+            raise ValueError(
+                f"markov_head_type={brief(self.markov_head_type)} must be one of {MARKOV_HEAD_TYPES}. Choose one of "
+                "them."
+            )
+        if self.markov_head_type == "rnn" and not self.sample_from_anchor:
+            raise ValueError(
+                "markov_head_type='rnn' needs sample_from_anchor=True: its state begins with the first proposed "
+                "token, and producers disagree whether slot 0 of other blocks takes part. Pass one of the other types."
+            )
+        if self.confidence_head_with_markov and not self.enable_confidence_head:
+            raise ValueError(
+                "confidence_head_with_markov=True has no effect without enable_confidence_head=True. Pass both."
+            )
+        size = self.draft_vocab_size
+        if size is not None and size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={size} must be at most vocab_size={self.vocab_size}. Reduce it, or leave it out."
+            )
+        if size is not None and self.selector_rank is not None:
+            raise ValueError(
+                f"draft_vocab_size={size} and selector_rank={self.selector_rank} are both set, but the tables of a "
+                "selector are over the full vocabulary in every format. Pass one of them."
             )
 
 

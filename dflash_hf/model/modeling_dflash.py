@@ -2,8 +2,8 @@
 The DFlash draft network, the embedding and head that it shares with its target, and how a draft is loaded.
 
 The file travels with every checkpoint, so that it needs torch, transformers and safetensors but not this package. Its
-order: the network (`DFlashBody`), the modules of the target, the draft model (`DFlashDraftModel`), and the checks and
-errors of loading.
+order: the network (`DFlashBody`) with its heads, the modules of the target, the draft model (`DFlashDraftModel`), and
+the checks and errors of loading.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -282,6 +284,9 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attention_sink_bias = (
+            nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
+        )
 
     def forward(
         self,
@@ -323,6 +328,8 @@ class DFlashAttention(nn.Module):
             )
 
         dropout = self.config.attention_dropout if self.training else 0.0
+        if self.attention_sink_bias is not None:
+            key, value, attention_mask = self._with_sink(query, key, value, attention_mask)
         if callable(attention_mask):
             output = attention_mask(query, key, value, scaling=self.scaling, dropout=dropout)
             return self.o_proj(output.reshape(batch, num_queries, -1))
@@ -330,7 +337,7 @@ class DFlashAttention(nn.Module):
         implementation = self.config._attn_implementation
         if isinstance(attention_mask, BlockMask):
             implementation = "flex_attention"
-        elif implementation == "flex_attention" and attention_mask is not None:
+        elif implementation == "flex_attention" and attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
                 ~attention_mask, torch.finfo(query.dtype).min
             )
@@ -348,6 +355,66 @@ class DFlashAttention(nn.Module):
         )
         return self.o_proj(output.reshape(batch, num_queries, -1))
 
+    def _with_sink(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: AttentionMask
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Append a key whose score is the sink of each head and whose value is zero. The mask becomes additive."""
+        if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
+            raise ValueError(
+                "The draft has attention sinks, which need a dense mask. Train it with block_attention='dense'."
+            )
+        if attention_mask is None:
+            attention_mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        smallest = torch.finfo(query.dtype).min
+        scores = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, smallest)
+        sinks: Any = self.attention_sink_bias
+        mesh = getattr(self.k_proj.weight, "device_mesh", None)
+        if mesh is not None:  # Tensor parallelism gives each rank consecutive heads.
+            sinks = _SumGradient.apply(sinks, mesh.get_group()).chunk(mesh.size())[mesh.get_local_rank()]
+        shape = (scores.shape[0], query.shape[1], scores.shape[2])
+        scores = torch.cat(
+            [scores.expand(-1, query.shape[1], -1, -1), sinks.to(scores.dtype)[None, :, None, None].expand(*shape, 1)],
+            dim=-1,
+        )
+        return nn.functional.pad(key, (0, 0, 0, 1)), nn.functional.pad(value, (0, 0, 0, 1)), scores
+
+
+class ZeroLinear(nn.Linear):
+    """A linear layer that begins at zero."""
+
+
+class DFlashConvolution(nn.Module):
+    """
+    Two causal convolutions over the slots of a block, before and after a sublayer (DFlash 2).
+
+    Tap `o` of slot `t` multiplies the state of slot `t - o`, which is zero before the block, by a kernel. A kernel is
+    the sum of a trained one for each channel and of one for each group of consecutive channels, which a projection of
+    the sublayer's normalised input gives. A new convolution is the identity.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.block_size, self.group_size = config.block_size, config.conv_group_size or 1
+        num_taps, num_groups = config.conv_kernel_size or 1, config.hidden_size // self.group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, num_taps, config.hidden_size))
+        self.kernel_projection = ZeroLinear(config.hidden_size, 2 * num_taps * num_groups, bias=False)
+
+    def kernels(self, normed: torch.Tensor) -> torch.Tensor:
+        """Compute the kernels of both sides, of shape `[2, taps, batch, length, hidden_size]`, from the input."""
+        of_groups = self.kernel_projection(normed).unflatten(-1, (*self.base_kernel.shape[:2], -1))
+        of_tokens = of_groups.repeat_interleave(self.group_size, dim=-1).movedim((-3, -2), (0, 1))
+        return self.base_kernel[:, :, None, None] + of_tokens
+
+    def convolve(self, hidden_states: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+        """Apply the kernels of one side to states of shape `[batch, length, hidden_size]`, block by block."""
+        num_slots = min(self.block_size, hidden_states.shape[1])
+        blocks = hidden_states.unflatten(1, (-1, num_slots))
+        result = kernels[0] * hidden_states
+        for tap in range(1, min(len(kernels), num_slots)):
+            shifted = nn.functional.pad(blocks[:, :, :-tap], (0, 0, tap, 0))
+            result = result + kernels[tap] * shifted.flatten(1, 2)
+        return result
+
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
     """Attention and feed-forward network, each behind its own norm and with a residual connection."""
@@ -358,10 +425,184 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = DFlashMLP(config)
         self.input_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        has_convolutions = config.conv_kernel_size is not None
+        self.attention_conv = DFlashConvolution(config) if has_convolutions else None
+        self.mlp_conv = DFlashConvolution(config) if has_convolutions else None
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), context, **kwargs)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + _convolved(self.attention_conv, self.self_attn, normed, context, **kwargs)
+        return hidden_states + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states))
+
+
+def _convolved(
+    convolution: DFlashConvolution | None, sublayer: nn.Module, normed: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Run a sublayer between the two convolutions that belong to it, if there are any."""
+    if convolution is None:
+        return sublayer(normed, *args, **kwargs)
+    before, after = convolution.kernels(normed)
+    return convolution.convolve(sublayer(convolution.convolve(normed, before), *args, **kwargs), after)
+
+
+class DFlashSelector(nn.Module):
+    """
+    The candidate selector of DFlash 2, which scores a candidate `b` after a token `a` in a slot with state `h`.
+
+    The score `A[a] · (W h) · B[b]`, summed over the rank, is added to the logit of `b`. `A` and `B` are tables over
+    the vocabulary, or projections of the target's embedding (`selector_factored`). `B` begins at zero, so that a new
+    selector changes nothing.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        rank, hidden_size = config.selector_rank or 1, config.hidden_size
+        self.is_factored = config.selector_factored
+        if self.is_factored:
+            self.predecessor_projection = nn.Linear(hidden_size, rank, bias=False)
+            self.successor_projection = ZeroLinear(hidden_size, rank, bias=False)
+        else:
+            self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+            self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def features(self, previous: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        Combine the token before a slot with the state of the slot.
+
+        Args:
+            previous (`torch.Tensor`): Token ids of shape `[...]`, or their embeddings of shape `[..., hidden_size]`
+                if the selector is factored.
+            hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): States after the last norm.
+
+        Returns:
+            `torch.FloatTensor` of shape `[..., rank]`.
+        """
+        projected = self.hidden_projection(hidden_states.to(self.hidden_projection.weight.dtype))
+        if self.is_factored:
+            rows = self.predecessor_projection(previous.to(self.predecessor_projection.weight.dtype))
+        else:
+            rows = nn.functional.embedding(previous, self.predecessor_codebook)
+        return rows * projected
+
+    def scores(self, features: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """
+        Score the candidates of slots.
+
+        Args:
+            features (`torch.FloatTensor` of shape `[..., rank]`): From [`features`].
+            candidates (`torch.Tensor`): Token ids of shape `[..., K]`, or their embeddings of shape
+                `[..., K, hidden_size]` if the selector is factored.
+
+        Returns:
+            `torch.FloatTensor` of shape `[..., K]`.
+        """
+        if self.is_factored:  # (B · features) is one vector a slot, which costs less than a projection a candidate
+            wanted = features @ self.successor_projection.weight.to(features.dtype)
+            return (candidates.to(wanted.dtype) @ wanted[..., None])[..., 0]
+        rows = nn.functional.embedding(candidates, self.successor_codebook)
+        return (rows.to(features.dtype) @ features[..., None])[..., 0]
+
+
+class DFlashMarkovHead(nn.Module):
+    """
+    The Markov head of DSpark, which adds a score to every logit of a slot according to the token before it.
+
+    It reads the embedding of the token before alone (`vanilla`), gates it by the state of the slot (`gated`), or
+    carries a state from slot to slot (`rnn`). The second matrix begins at zero, so that a new head changes nothing.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        rank, hidden_size = config.markov_rank or 1, config.hidden_size
+        self.kind = config.markov_head_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = ZeroLinear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def features(
+        self, previous: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Combine the token before a slot with the state of the slot and, in an `rnn` head, with the slots before.
+
+        Args:
+            previous (`torch.LongTensor` of shape `[...]`): Token ids.
+            hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): States after the last norm.
+            state (`torch.FloatTensor` of shape `[..., rank]`, *optional*): From the slot before; `None` in the first.
+
+        Returns:
+            `tuple`: features of shape `[..., rank]`, and the state for the next slot or `None`.
+        """
+        embedded = self.markov_w1(previous)
+        if self.kind == "vanilla":
+            return embedded, None
+        hidden_states = hidden_states.to(embedded.dtype)
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat([hidden_states, embedded], dim=-1)).sigmoid()
+            return gate * embedded, None
+        state = torch.zeros_like(embedded) if state is None else state
+        parts = self.joint_proj(torch.cat([state, embedded, hidden_states], dim=-1))
+        gate, candidate, output = parts.chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
+
+    def scores(self, features: torch.Tensor, draft_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Return the scores of all tokens of the draft's vocabulary, or of the candidates `[..., K]` of each slot.
+
+        Args:
+            features (`torch.FloatTensor` of shape `[..., rank]`): From [`features`].
+            draft_ids (`torch.LongTensor` of shape `[..., K]`, *optional*): Indices in the draft's vocabulary.
+
+        Returns:
+            `torch.FloatTensor` of shape `[..., vocabulary or K]`.
+        """
+        if draft_ids is None:
+            return self.markov_w2(features)
+        rows = nn.functional.embedding(draft_ids, self.markov_w2.weight)
+        return (rows.to(features.dtype) @ features[..., None])[..., 0]
+
+
+class DFlashConfidenceHead(nn.Module):
+    """The head of DSpark that predicts how likely the target accepts the token of a slot."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        with_markov = config.confidence_head_with_markov
+        self.proj = nn.Linear(config.hidden_size + ((config.markov_rank or 0) if with_markov else 0), 1)
+
+    def forward(self, hidden_states: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor:
+        """
+        Return the logit of the probability.
+
+        Args:
+            hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): States after the last norm.
+            embedded (`torch.FloatTensor` of shape `[..., rank]`, *optional*): The Markov head's embedding of the token
+                before the slot, where the head reads it.
+
+        Returns:
+            `torch.FloatTensor` of shape `[...]`, fp32.
+        """
+        inputs = hidden_states if embedded is None else torch.cat([hidden_states, embedded.to(hidden_states)], dim=-1)
+        return self.proj(inputs.to(self.proj.weight.dtype))[..., 0].float()
+
+
+@dataclass
+class DFlashOutput(BaseModelOutputWithPast):
+    """
+    The output of a draft.
+
+    Args:
+        last_hidden_state (`torch.FloatTensor` of shape `[batch, M * tokens_per_block, hidden_size]`):
+            The states from which the head computes the logits of the proposals.
+        head_output (*optional*): What the `head_function` of the call returned.
+    """
+
+    head_output: Any = None
 
 
 class DFlashBody(PreTrainedModel):
@@ -388,8 +629,31 @@ class DFlashBody(PreTrainedModel):
         self.hidden_norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size)) if config.learned_mask_embedding else None
+        self.candidate_selector = DFlashSelector(config) if config.selector_rank is not None else None
+        self.markov_head = DFlashMarkovHead(config) if config.markov_rank is not None else None
+        self.confidence_head = DFlashConfidenceHead(config) if config.enable_confidence_head else None
+        self.d2t: torch.Tensor | None
+        # The token of draft index `i` is `i + d2t[i]`.
+        offsets = None if config.draft_vocab_size is None else torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+        self.register_buffer("d2t", offsets)
         self.gradient_checkpointing = False
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a new module. The parts that correct a draft begin as if they were not there."""
+        super()._init_weights(module)
+        if isinstance(module, ZeroLinear):
+            module.weight.zero_()
+        elif isinstance(module, DFlashConvolution):
+            module.base_kernel.zero_()
+            module.base_kernel[:, 0] = 1
+        elif isinstance(module, DFlashSelector) and not module.is_factored:
+            module.predecessor_codebook.normal_(std=self.config.initializer_range)
+            module.successor_codebook.zero_()
+        elif isinstance(module, DFlashAttention) and module.attention_sink_bias is not None:
+            module.attention_sink_bias.zero_()
 
     def forward(
         self,
@@ -400,8 +664,9 @@ class DFlashBody(PreTrainedModel):
         cache: Cache | None = None,
         query_valid_mask: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        head_function: Callable[[torch.Tensor], Any] | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> DFlashOutput:
         """
         Run all blocks of a batch over their contexts in one pass.
 
@@ -428,12 +693,16 @@ class DFlashBody(PreTrainedModel):
                 False at slots that do not exist, in place of what the masks say. With a cache all slots exist.
             use_cache (`bool`, *optional*):
                 Whether to create a cache if none is given.
+            head_function (`Callable`, *optional*):
+                Called with the hidden states before the pass ends, while wrappers for distributed training hold the
+                weights of the heads. Its result is `head_output`.
             **kwargs:
                 Passed to the attention function.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` of shape `[batch, M * block_size, hidden_size]` in the dtype
-            of `noise_embeds`, and `cache`.
+            [`DFlashOutput`]: `last_hidden_state` of shape `[batch, M * tokens_per_block, hidden_size]` in
+            the dtype of `noise_embeds`. State `j` of a block predicts the token `j` places after its anchor. State 0
+            is not used; with `sample_from_anchor` it is zero and comes before the states of the slots.
 
         Raises:
             ValueError: A width does not fit the configuration, as happens with a wrong target, the states have an axis
@@ -443,6 +712,11 @@ class DFlashBody(PreTrainedModel):
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
         hidden_states = noise_embeds.to(self.fc.weight.dtype)
+        num_slots = min(self.config.block_size, hidden_states.shape[1])
+        if self.mask_embedding is not None:
+            blocks = hidden_states.unflatten(1, (-1, num_slots))
+            masked = self.mask_embedding.to(blocks.dtype).expand_as(blocks[:, :, 1:])
+            hidden_states = torch.cat([blocks[:, :, :1], masked], dim=2).flatten(1, 2)
         num_new = context_hidden_states.shape[1] + hidden_states.shape[1]
         masks, key_valid_mask = self._split_attention_mask(attention_mask, num_new)
         if query_valid_mask is None and cache is None:
@@ -470,7 +744,34 @@ class DFlashBody(PreTrainedModel):
         hidden_states = self.norm(hidden_states)
         if query_valid_mask is not None:
             hidden_states = hidden_states.masked_fill(~query_valid_mask[..., None], 0)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states.to(noise_embeds.dtype), cache=cache)
+        hidden_states = hidden_states.to(noise_embeds.dtype)
+        if self.config.sample_from_anchor:
+            blocks = hidden_states.unflatten(1, (-1, num_slots))
+            hidden_states = nn.functional.pad(blocks, (0, 0, 1, 0)).flatten(1, 2)
+        head_output = None if head_function is None else head_function(hidden_states)
+        return DFlashOutput(last_hidden_state=hidden_states, cache=cache, head_output=head_output)
+
+    def draft_vocabulary(self) -> torch.Tensor:
+        """Return the token ids that the draft can propose, ascending, of shape `[draft_vocab_size]`."""
+        if self.d2t is None:
+            return torch.arange(self.config.vocab_size, device=self.device)
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @torch.no_grad()
+    def set_draft_vocabulary(self, token_ids: torch.Tensor) -> None:
+        """
+        Choose the tokens that a draft with a reduced vocabulary can propose.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `[draft_vocab_size]`): Distinct token ids in any order.
+
+        Raises:
+            ValueError: They are not as many as the configuration says, not distinct or out of range, or the draft has
+                the full vocabulary.
+        """
+        check_draft_vocabulary(self.config, token_ids)
+        token_ids = token_ids.sort().values
+        self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))  # type: ignore[union-attr]
 
     def _split_attention_mask(
         self, attention_mask: AttentionMask | dict[str, AttentionMask], num_new: int
@@ -504,6 +805,30 @@ class DFlashBody(PreTrainedModel):
                 f"{config.target_layer_ids}), but the target in use gave {noise_embeds.shape[-1]} and "
                 f"{context_hidden_states.shape[-1]}. Use the draft with its own target."
             )
+
+
+def check_draft_vocabulary(config: DFlashConfig, token_ids: torch.Tensor) -> None:
+    """
+    Refuse tokens that cannot be the vocabulary of a draft.
+
+    Args:
+        config (`DFlashConfig`): The draft's configuration.
+        token_ids (`torch.LongTensor`): The token ids.
+
+    Raises:
+        ValueError: They are not as many as the configuration says, not distinct or out of range.
+    """
+    size = config.draft_vocab_size
+    if size is None:
+        raise ValueError("The draft has the full vocabulary. Create it with draft_vocab_size=.")
+    is_distinct = token_ids.unique().numel() == token_ids.numel()
+    in_range = bool(((token_ids >= 0) & (token_ids < config.vocab_size)).all())
+    if token_ids.shape != (size,) or not is_distinct or not in_range:
+        raise ValueError(
+            f"The vocabulary of the draft has {token_ids.numel()} tokens from {int(token_ids.min())} to "
+            f"{int(token_ids.max())}, and must be draft_vocab_size={size} distinct tokens from 0 to "
+            f"{config.vocab_size - 1}. Pass such tokens."
+        )
 
 
 class UntiedDraftError(NotImplementedError):
@@ -627,6 +952,233 @@ def apply_head(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+# The reduced form of heads that were used last: (identity of the weight, tokens, reduced head).
+_reduced_heads: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], torch.Tensor, nn.Module]] = WeakKeyDictionary()
+
+
+def reduced_head(head: nn.Module, token_ids: torch.Tensor) -> nn.Module:
+    """
+    Return a head that computes the logits of some tokens alone.
+
+    Args:
+        head (`nn.Module`): The target's output embedding.
+        token_ids (`torch.LongTensor` of shape `[draft_vocab_size]`): The tokens.
+
+    Returns:
+        `nn.Module`: a linear layer with copies of the rows, or, where the rows cannot be read, the whole head with a
+        selection of its logits.
+    """
+    weight = plain_weight(head)
+    if type(head) is not nn.Linear or weight is None or type(weight.data) is not torch.Tensor or weight.is_meta:
+        return _SelectedLogits(head, token_ids)
+    known = _reduced_heads.get(head)
+    if known is not None and known[0] == (id(weight), weight._version) and torch.equal(known[1], token_ids):
+        return known[2]
+    rows = token_ids.to(weight.device)
+    reduced = nn.Linear(weight.shape[1], len(token_ids), bias=head.bias is not None, device="meta")
+    reduced.weight = nn.Parameter(weight.detach()[rows], requires_grad=False)
+    if head.bias is not None:
+        reduced.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+    _reduced_heads[head] = ((id(weight), weight._version), token_ids, reduced)
+    return reduced
+
+
+class _SelectedLogits(nn.Module):
+    """A head that is not one readable matrix, followed by the selection of some logits."""
+
+    def __init__(self, head: nn.Module, token_ids: torch.Tensor) -> None:
+        super().__init__()
+        self.head, self.token_ids = head, token_ids
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden_states)
+        return logits.index_select(-1, self.token_ids.to(logits.device))
+
+
+def top_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return the highest logits and their indices in descending order. Ties go to the lowest index.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `[..., vocabulary]`): Logits of any dtype.
+        count (`int`): The number of candidates.
+
+    Returns:
+        `tuple`: values and indices, each of shape `[..., count]`.
+
+    Example:
+
+    ```python
+    >>> top_candidates(torch.tensor([1.0, 3.0, 3.0, 2.0]), 3)[1].tolist()
+    [1, 2, 3]
+
+    ```
+    """
+    values, indices = logits.topk(count)
+    indices, order = indices.sort(-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, indices.gather(-1, order)
+
+
+class DraftHead:
+    """
+    Everything between the hidden states of a draft and its proposals: the target's head, and the draft's own parts.
+
+    Without a selector or a Markov head the proposals of a slot depend on its hidden state alone. With one of them the
+    logits of a slot are corrected according to the token before it.
+
+    Args:
+        draft (`DFlashBody`): The draft.
+        embedding (`nn.Module`), head (`nn.Module`): Embedding and head of its target.
+    """
+
+    def __init__(self, draft: DFlashBody, embedding: nn.Module, head: nn.Module) -> None:
+        self.draft, self.embedding = draft, embedding
+        self.vocabulary = None if draft.d2t is None else draft.draft_vocabulary()
+        self.head = head if self.vocabulary is None else reduced_head(head, self.vocabulary)
+
+    @property
+    def is_corrected(self) -> bool:
+        """`bool`: whether the proposal of a slot depends on the token before it."""
+        return self.draft.candidate_selector is not None or self.draft.markov_head is not None
+
+    @property
+    def has_weights(self) -> bool:
+        """`bool`: whether the draft has trained weights behind its hidden states."""
+        return self.is_corrected or self.draft.confidence_head is not None
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        Compute the logits of slots before any correction.
+
+        Args:
+            hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): Outputs of the body.
+
+        Returns:
+            `torch.FloatTensor` of shape `[..., draft_vocab_size or vocab_size]`, in the head's dtype.
+        """
+        return self.shape_logits(apply_head(self.head, hidden_states))
+
+    def shape_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply multiplier and cap, which matter only where scores are added to the logits."""
+        config = self.draft.config
+        if self.is_corrected and config.output_multiplier is not None:
+            logits = logits * config.output_multiplier
+        if self.is_corrected and config.final_logit_softcapping is not None:
+            logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+        return logits
+
+    def features(
+        self, previous_token_ids: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """
+        Combine the token before a slot with the slot's state, as the selector or the Markov head does.
+
+        Args:
+            previous_token_ids (`torch.LongTensor` of shape `[...]`): Target ids of the tokens before the slots.
+            hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): Outputs of the body.
+            state (`torch.FloatTensor` of shape `[..., rank]`, *optional*): From the slot before, for an `rnn` head.
+
+        Returns:
+            `tuple`: features of shape `[..., rank]` or `None` without such a head, and the state for the next slot.
+        """
+        if self.draft.markov_head is not None:
+            return self.draft.markov_head.features(previous_token_ids, hidden_states, state)
+        if (selector := self.draft.candidate_selector) is None:
+            return None, None
+        previous = self._embedded(previous_token_ids) if selector.is_factored else previous_token_ids
+        return selector.features(previous, hidden_states), None
+
+    def correct(
+        self, logits: torch.Tensor, features: torch.Tensor | None, *, top_k: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Correct the logits of slots.
+
+        Args:
+            logits (`torch.FloatTensor` of shape `[..., vocabulary]`): From [`logits`].
+            features (`torch.FloatTensor` of shape `[..., rank]`, *optional*): From [`features`].
+            top_k (`int`, *optional*): Correct the best logits alone and drop all others. A selector always does, with
+                its own number. A Markov head scores the whole vocabulary by default.
+
+        Returns:
+            `tuple`: scores in fp32 of shape `[..., C]`, and the draft indices of these candidates in the order of
+            their logits, or `None` if the scores are those of the whole vocabulary.
+        """
+        selector, markov_head = self.draft.candidate_selector, self.draft.markov_head
+        if selector is not None and features is not None:
+            top_k = self.draft.config.selector_top_k
+        if top_k is None:
+            scores = logits.float()
+            if markov_head is not None and features is not None:
+                scores = scores + markov_head.scores(features).float()
+            return scores, None
+        values, indices = top_candidates(logits, min(top_k, logits.shape[-1]))
+        scores = values.float()
+        if selector is not None and features is not None:
+            candidates = self._embedded(indices) if selector.is_factored else indices
+            scores = scores + selector.scores(features, candidates).float()
+        elif markov_head is not None and features is not None:
+            scores = scores + markov_head.scores(features, indices).float()
+        return scores, indices
+
+    def confidence(self, previous_token_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """
+        Predict the logit of the probability that the target accepts the token of each slot.
+
+        Args:
+            previous_token_ids (`torch.LongTensor` of shape `[...]`): Target ids of the tokens before the slots.
+            hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): Outputs of the body.
+
+        Returns:
+            `torch.FloatTensor` of shape `[...]`, or `None` without a confidence head.
+        """
+        if self.draft.confidence_head is None:
+            return None
+        embedded = None
+        if self.draft.config.confidence_head_with_markov and self.draft.markov_head is not None:
+            embedded = self.draft.markov_head.markov_w1(previous_token_ids)
+        return self.draft.confidence_head(hidden_states, embedded)
+
+    def token_ids(self, indices: torch.Tensor) -> torch.Tensor:
+        """Translate indices of the draft's vocabulary into the target's token ids."""
+        return indices if self.vocabulary is None else self.vocabulary.to(indices.device)[indices]
+
+    def draft_indices(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Translate token ids into indices of the draft's vocabulary; -1 at tokens that are not in it."""
+        if self.vocabulary is None:
+            return token_ids
+        vocabulary = self.vocabulary.to(token_ids.device)
+        indices = torch.searchsorted(vocabulary, token_ids).clamp(max=len(vocabulary) - 1)
+        return torch.where(vocabulary[indices] == token_ids, indices, -1)
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the target's embeddings of tokens, scaled to a mean norm of one."""
+        scale = self.draft.config.selector_embedding_scale
+        if scale is None:
+            raise UntiedDraftError(
+                "selector_embedding_scale is not known, because the draft was never tied. Call draft.tie_target(...)."
+            )
+        with torch.no_grad():
+            return embed_tokens(self.embedding, token_ids).to(token_ids.device) * scale
+
+
+def selector_embedding_scale(embedding: nn.Module, num_embeddings: int) -> float:
+    """
+    Return one over the mean norm of a target's embedding vectors.
+
+    Args:
+        embedding (`nn.Module`): The target's input embedding.
+        num_embeddings (`int`): The number of its rows.
+    """
+    tensor = module_tensor(embedding)
+    device = None if tensor is None else tensor.device
+    with torch.no_grad():
+        parts = torch.arange(num_embeddings, device=device).split(8192)
+        total = sum(embed_tokens(embedding, part).float().norm(dim=-1).double().sum().item() for part in parts)
+    return num_embeddings / total if total > 0 else 1.0
 
 
 def reshard(module: Any) -> None:
@@ -978,8 +1530,12 @@ class DFlashDraftModel(DFlashBody):
             )
         if config.target_num_hidden_layers is None:
             depth = target_config.get_text_config(decoder=True).num_hidden_layers
-            check_target_layer_ids(config.target_layer_ids or [], depth)
+            check_target_layer_ids(
+                config.target_layer_ids or [], depth, last_layer_after_norm=config.last_layer_after_norm
+            )
             config.target_num_hidden_layers = depth
+        if config.selector_factored and config.selector_embedding_scale is None:
+            config.selector_embedding_scale = selector_embedding_scale(modules.embedding, config.vocab_size)
         if config.input_embedding_scale is None:
             scale = embedding_scale(modules.embedding)
             if scale is not None and not math.isclose(scale, 1, rel_tol=0.01):
@@ -1075,12 +1631,26 @@ class DFlashDraftModel(DFlashBody):
             hidden_states (`torch.FloatTensor` of shape `[..., hidden_size]`): Outputs of the body.
 
         Returns:
-            `torch.FloatTensor` of shape `[..., vocab_size]`, in the head's dtype.
+            `torch.FloatTensor` of shape `[..., vocab_size]`, in the head's dtype. They are the logits of the target's
+            vocabulary, to which neither a selector nor a Markov head has added anything.
 
         Raises:
             UntiedDraftError: The draft is not tied and cannot be.
         """
         return apply_head(self.get_output_embeddings(), hidden_states)
+
+    def draft_head(self) -> DraftHead:
+        """
+        Return what turns hidden states into proposals.
+
+        Returns:
+            [`DraftHead`]
+
+        Raises:
+            UntiedDraftError: The draft is not tied and cannot be.
+        """
+        modules = self._get_target_modules()
+        return DraftHead(self, modules.embedding, modules.head)
 
     @classmethod
     def from_target(
@@ -1117,6 +1687,9 @@ class DFlashDraftModel(DFlashBody):
             draft.tie_target(target)
             nn.Module.to(draft, target.device)
         draft._scale_initial_logits()
+        if draft.mask_embedding is not None:
+            mask = torch.tensor([draft.config.mask_token_id], device=draft.device)
+            draft.mask_embedding.data.copy_(embed_tokens(draft.get_input_embeddings(), mask)[0])
         return draft
 
     @torch.no_grad()

@@ -18,7 +18,13 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "cache_target_states": (None, "memory", "disk"),
     "padding_side": ("left", "right"),
     "block_attention": ("auto", "flex", "structured", "dense"),
+    "trained_part": ("all", "heads"),
 }
+# The arguments that the loss of a published method consists of.
+RECIPES: dict[str, dict[str, Any]] = {
+    "dspark": {"ce_weight": 0.1, "l1_weight": 0.9, "slot_weights": "decay", "loss_decay": 4.0},
+}
+HEADS = ("candidate_selector", "markov_head", "confidence_head")
 MINIMUM_OF_INTEGERS = {
     "anchors_per_sample": 1,
     "max_length": 2,
@@ -35,6 +41,8 @@ RANGES_OF_NUMBERS = {
     "dpace_alpha": (0.0, 1.0),
     "ce_weight": (0.0, 1e6),
     "l1_weight": (0.0, 1e6),
+    "selector_weight": (0.0, 1e6),
+    "confidence_weight": (0.0, 1e6),
     "kl_weight": (0.0, 1.0),
 }
 # Arguments of Trainer (transformers 5.24) that are read in methods which DFlashTrainer replaces, or that fail there.
@@ -53,6 +61,55 @@ WITHOUT_EFFECT = {
     "include_for_metrics": "the metrics are computed from the sums and counts of all rows",
     "label_names": "labels are the tokens of the rows",
 }
+
+
+def apply_recipe(args: Any) -> None:
+    """
+    Set the arguments of a recipe.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): the arguments.
+
+    Raises:
+        ValueError: the recipe is unknown, or one of its arguments was given another value.
+    """
+    if args.recipe is None:
+        return
+    if args.recipe not in RECIPES:
+        raise ValueError(f"recipe={args.recipe!r} must be one of {', '.join(RECIPES)}, or unset.")
+    for name, value in RECIPES[args.recipe].items():
+        given = getattr(args, name)
+        if given not in (value, args.__dataclass_fields__[name].default):
+            raise ValueError(
+                f"{name}={given!r} contradicts recipe={args.recipe!r}, which sets it to {value!r}. Leave out one of "
+                "the two."
+            )
+        setattr(args, name, value)
+
+
+def freeze_untrained_parts(draft: Any, args: Any) -> None:
+    """
+    Freeze the weights of a draft that the arguments leave out of training.
+
+    Args:
+        draft ([`DFlashDraftModel`]): the draft.
+        args ([`DFlashTrainingArguments`]): the arguments.
+
+    Raises:
+        ValueError: only the heads are to be trained, and the draft has none.
+    """
+    weights = {"candidate_selector": args.selector_weight, "confidence_head": args.confidence_weight}
+    frozen_heads = [name for name, weight in weights.items() if weight == 0]
+    trained = [name for name in HEADS if name not in frozen_heads and getattr(draft, name) is not None]
+    if args.trained_part == "heads" and not trained:
+        raise ValueError(
+            "trained_part='heads' trains a selector, a Markov head or a confidence head, and the draft has none with "
+            "a weight above 0. Pass selector_rank= or markov_rank= for the draft, or train all of it."
+        )
+    for name, parameter in draft.named_parameters():
+        part = name.partition(".")[0]
+        if part in frozen_heads or (args.trained_part == "heads" and part not in trained):
+            parameter.requires_grad_(False)
 
 
 def check_values(args: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainingArguments
 
 from ..blocks.losses import LossTerms
-from .argument_checks import check_effects, check_values
+from .argument_checks import apply_recipe, check_effects, check_values
 from .block_arguments import BlockTrainingArguments
 
 DEFAULT_LEARNING_RATES = {True: 2e-3, False: 6e-4}  # by use_muon
@@ -39,6 +39,7 @@ class DFlashTrainingArguments(BlockTrainingArguments, TrainingArguments):  # typ
     )
 
     def __post_init__(self) -> None:
+        apply_recipe(self)
         check_values(self)
         if self.max_train_minutes is not None and self.max_steps <= 0:
             self.max_steps = 1_000_000  # the clock ends the run
@@ -70,4 +71,6 @@ class DFlashTrainingArguments(BlockTrainingArguments, TrainingArguments):  # typ
             kl_top_k=self.kl_top_k,
             kl_temperature=self.kl_temperature,
             soft_labels=self.soft_labels,
+            selector_weight=self.selector_weight,
+            confidence_weight=self.confidence_weight,
         )

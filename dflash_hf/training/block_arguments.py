@@ -81,7 +81,27 @@ class BlockTrainingArguments:
     dpace_alpha: float = field(
         default=0.5, metadata={"help": "Smallest confidence of a slot in D-PACE weights, 0 to 1."}
     )
+    recipe: str | None = field(
+        default=None,
+        metadata={
+            "help": "Loss of a published method: 'dspark' sets --ce-weight 0.1 --l1-weight 0.9 --slot-weights decay "
+            "--loss-decay 4."
+        },
+    )
+    trained_part: str = field(
+        default="all",
+        metadata={
+            "help": "Trained weights: 'all', or 'heads' for the selector, the Markov head and the confidence head "
+            "alone, with the rest of the draft frozen."
+        },
+    )
     ce_weight: float = field(default=1.0, metadata={"help": "Weight of the cross-entropy."})
+    selector_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the cross-entropy of a candidate selector, if the draft has one."}
+    )
+    confidence_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the loss of a confidence head, if the draft has one."}
+    )
     soft_labels: bool = field(
         default=False,
         metadata={

@@ -245,7 +245,7 @@ def summarize_training(
     """
     config = draft.config
     counts = (
-        count_rows(train_dataset, args.anchors_per_sample, 2 if args.partial_windows else config.block_size)
+        count_rows(train_dataset, args.anchors_per_sample, 2 if args.partial_windows else config.tokens_per_block)
         if isinstance(train_dataset, datasets.Dataset) and "supervised_mask" in train_dataset.column_names
         else None
     )

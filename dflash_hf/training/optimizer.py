@@ -14,10 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+# Weights with a row for each token, most of which have no gradient in a step.
+VOCABULARY_TABLES = ("predecessor_codebook", "successor_codebook", "markov_w1.weight", "markov_w2.weight")
+
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """
-    Muon (orthogonalised updates) for 2-D weights and AdamW for norms and biases, at one learning rate.
+    Muon (orthogonalised updates) for 2-D weights and AdamW for norms, biases and tables over the vocabulary, at one
+    learning rate.
 
     A sharded weight (FSDP2, tensor parallelism) gets the update of the unsharded weight: its gradient and momentum are
     gathered during its update, one matrix after another. Parameter groups and state are shared with the two inner
@@ -43,9 +47,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         momentum: float = 0.95,
     ) -> None:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-        others = [parameter for parameter in parameters if parameter.ndim != 2]
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        is_matrix = {name: value.ndim == 2 and not name.endswith(VOCABULARY_TABLES) for name, value in trained.items()}
+        matrices = [parameter for name, parameter in trained.items() if is_matrix[name]]
+        others = [parameter for name, parameter in trained.items() if not is_matrix[name]]
         self._muon = torch.optim.Muon(
             matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers.utils import logging
 
 from ..blocks.attention import attention_kind
 from ..blocks.batch import TokenBatch
-from ..blocks.forward import BlockLosses, block_losses
+from ..blocks.forward import BlockLosses, block_losses, loss_mask_of
 from ..blocks.losses import loss_denominator
 from ..blocks.metrics import record_of_counts, row_statistics, summarize
 from ..blocks.plan import DFlashBatchPlan, blocks_of_each_row, build_dflash_batch_plan, content_sample_ids
@@ -41,7 +42,7 @@ from ..target.hidden_states import target_logits_function, unwrap_peft
 from ..target.learned_positions import learned_positions, row_length
 from ..target.loading import open_target, refuse_encoder
 from ..target.token_ids import padding_token_id
-from .argument_checks import check_trainer_arguments
+from .argument_checks import check_trainer_arguments, freeze_untrained_parts
 from .arguments import DFlashTrainingArguments
 from .callbacks import AcceptanceWatch, StopOnSignal, TrainingInterruptedError
 from .card import card_of_run, rows_are_text
@@ -137,6 +138,7 @@ class DFlashTrainer(HubTrainer):
         refuse_encoder(describe_target(target), target)
         check_processes(args, model, target)
         model.tie_target(target)
+        freeze_untrained_parts(model, args)
         if args.push_to_hub:
             check_pushing_run(model.config, HubStrategy(args.hub_strategy))
         check_generated_evaluation(args, target, processing_class)
@@ -171,7 +173,7 @@ class DFlashTrainer(HubTrainer):
             multiple = 512 if attention_kind(args.block_attention, args.device) == "flex" else 32
         kwargs.setdefault("data_collator", DFlashCollator(pad_token_id, args.padding_side, multiple))
         self._own_metrics: Callable[[EvalPrediction], Any] | None = kwargs.get("compute_metrics")
-        check_evaluation(args, model.config.block_size, eval_dataset, self._own_metrics)
+        check_evaluation(args, model.config.tokens_per_block, eval_dataset, self._own_metrics)
         check_early_stopping(args, kwargs.get("callbacks") or ())
         kwargs["compute_metrics"] = self._evaluation_metrics
         super().__init__(
@@ -198,7 +200,11 @@ class DFlashTrainer(HubTrainer):
             nn.Module.to(target, args.device)
         if args.eval_generate_prompts > 0 and model.device == target.device:  # else the model is placed later
             check_generation(target, model, text_tokenizer(processing_class))
-        needs_logits = args.loss_terms.needs_target_logits  # which are computed from the final state of the target
+        self._loss_terms = args.loss_terms
+        if model.confidence_head is None:
+            self._loss_terms = replace(self._loss_terms, confidence_weight=0.0)
+        # They are computed from the final state of the target.
+        needs_logits = self._loss_terms.needs_target_logits or self._loss_terms.confidence_weight > 0
         self.target_states = TargetStates(
             target, model.config.target_layer_ids or [], include_final_state=needs_logits
         )
@@ -570,7 +576,8 @@ class DFlashTrainer(HubTrainer):
             supervised_mask=inputs["supervised_mask"],
             segment_ids=inputs.get("segment_ids"),
             anchors_per_sample=self.args.anchors_per_sample,
-            gamma=self.draft.config.block_size - 1,
+            gamma=self.draft.config.tokens_per_block - 1,
+            sample_from_anchor=self.draft.config.sample_from_anchor,
             optimizer_step=optimizer_step,
             seed=self.args.seed,
             replacement=self.args.anchor_replacement,
@@ -585,7 +592,8 @@ class DFlashTrainer(HubTrainer):
             supervised_mask=batch.supervised,
             segment_ids=batch.segment_ids,
             anchors_per_sample=EVALUATION_ANCHORS,
-            gamma=self.draft.config.block_size - 1,
+            gamma=self.draft.config.tokens_per_block - 1,
+            sample_from_anchor=self.draft.config.sample_from_anchor,
             optimizer_step=0,
             seed=0,
             replacement=False,
@@ -611,15 +619,16 @@ class DFlashTrainer(HubTrainer):
             slot_weights=self.args.slot_weights,
             loss_decay=self.args.loss_decay,
             dpace_alpha=self.args.dpace_alpha,
-            terms=self.args.loss_terms,
+            terms=self._loss_terms,
             compute_target_logits=self._compute_target_logits,
             head_chunk_size=self.args.head_chunk_size,
             block_attention=self.args.block_attention,
         )
 
-    def _denominator(self, plan: DFlashBatchPlan) -> torch.Tensor:
+    def _denominator(self, plan: DFlashBatchPlan, input_ids: torch.Tensor) -> torch.Tensor:
         """Return what a micro-batch adds to the divisor of the loss."""
-        return loss_denominator(plan.loss_mask, self.args.slot_weights, self.args.loss_decay)
+        loss_mask = loss_mask_of(self.draft, plan, input_ids)
+        return loss_denominator(loss_mask, self.args.slot_weights, self.args.loss_decay)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
         """
@@ -630,9 +639,10 @@ class DFlashTrainer(HubTrainer):
         """
         total = torch.zeros((), device=device)
         for index, batch in enumerate(batch_samples):
-            plan = self._plan(self._prepare_inputs(batch), self.state.global_step)
+            inputs = self._prepare_inputs(batch)
+            plan = self._plan(inputs, self.state.global_step)
             batch_samples[index] = {**batch, PLAN_KEY: plan}
-            total = total + self._denominator(plan)
+            total = total + self._denominator(plan, inputs["input_ids"])
         return self.accelerator.gather(total).sum()
 
     def compute_loss(
@@ -654,7 +664,7 @@ class DFlashTrainer(HubTrainer):
         batch = self.target_states.attach_to(TokenBatch.from_inputs(inputs))
         losses = self._block_losses(model, batch, plan)
         if num_items_in_batch is None:
-            num_items_in_batch = self._denominator(plan)
+            num_items_in_batch = self._denominator(plan, inputs["input_ids"])
         denominator = torch.as_tensor(num_items_in_batch, device=losses.weights.device)
         # Distributed wrappers average gradients over ranks, and the denominator is already the sum over ranks.
         loss = (losses.weights * losses.loss).sum() / denominator.clamp(min=1e-9)
@@ -724,7 +734,7 @@ class DFlashTrainer(HubTrainer):
             agree_on=largest_of_all_ranks if self.accelerator.num_processes > 1 else int,
         )
         return simulate_decoding(
-            accepted, batch, block_size=self.draft.config.block_size, end_token_ids=self._end_token_ids
+            accepted, batch, block_size=self.draft.config.tokens_per_block, end_token_ids=self._end_token_ids
         )
 
     def _evaluation_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
@@ -733,7 +743,7 @@ class DFlashTrainer(HubTrainer):
         if self.get_tp_size() > 1:  # the ranks of a tensor-parallel group evaluate the same rows
             _, first = numpy.unique(prediction.label_ids, return_index=True)
             statistics = statistics[torch.as_tensor(first)]
-        block_size = self.draft.config.block_size
+        block_size = self.draft.config.tokens_per_block
         statistics, simulated = statistics.tensor_split([3 * block_size], dim=-1)
         denominator = None
         if self.args.slot_weights == "dpace":
