@@ -214,3 +214,243 @@ def write_producer(folder: Path, producer: str, target: Any = None, **changes: A
         source = target.get_input_embeddings() if module == "embed_tokens" else target.get_output_embeddings()
         tensors[f"{module}.weight"] = source.weight.detach().clone()
     return write_checkpoint(folder, {**config, **changes}, tensors)
+
+
+def dflash2_parts(seed: int = 1) -> dict[str, torch.Tensor]:
+    """Make random tensors of the convolutions and the selector, as the reference implementation names them."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "candidate_selector.predecessor_codebook": (97, 3),
+        "candidate_selector.successor_codebook": (97, 3),
+        "candidate_selector.hidden_projection.weight": (3, 32),
+    }
+    for layer in range(2):
+        for part in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{layer}.{part}.base_kernel"] = (2, 2, 32)
+            shapes[f"layers.{layer}.{part}.kernel_projection.weight"] = (16, 32)
+    return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def dspark_parts(
+    kind: str = "vanilla", *, with_confidence: bool = True, draft_vocab_size: int = 97, seed: int = 1
+) -> dict[str, torch.Tensor]:
+    """Make random tensors of a Markov head of rank 3 and a confidence head that reads it."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "markov_head.markov_w1.weight": (97, 3),
+        "markov_head.markov_w2.weight": (draft_vocab_size, 3),
+    }
+    if kind == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (3, 35), "markov_head.gate_proj.bias": (3,)}
+    if kind == "rnn":
+        shapes |= {"markov_head.joint_proj.weight": (9, 38), "markov_head.joint_proj.bias": (9,)}
+    if with_confidence:
+        shapes |= {"confidence_head.proj.weight": (1, 35), "confidence_head.proj.bias": (1,)}
+    return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+KEPT_TOKENS = [token for token in range(97) if token % 3 != 1]  # 65 of 97 tokens
+DFLASH2_KEYS = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
+DFLASH2_FIELDS = {**DFLASH2_KEYS, "selector_factored": False}
+DSPARK_KEYS = {
+    "markov_rank": 3,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+DSPARK_FIELDS = {**DSPARK_KEYS, "sample_from_anchor": True}
+DRAFTING = {"block_size": 4, "mask_token_id": 96, "target_layer_ids": [0, 2]}
+
+# name: config.json, tensors beside those of `network()`, tensors of the target in the file, the fields they mean
+KINDS: dict[str, tuple[dict[str, Any], Any, list[str], dict[str, Any]]] = {
+    "z-lab DFlash 2": (
+        {
+            **Z_LAB,
+            "architectures": ["DFlash2DraftModel"],
+            "is_causal": False,
+            "dflash_config": {**DRAFTING, **DFLASH2_KEYS, "output_multiplier": 0.5, "final_logit_softcapping": 20.0},
+        },
+        dflash2_parts,
+        [],
+        {**DFLASH2_FIELDS, "output_multiplier": 0.5, "final_logit_softcapping": 20.0, "is_causal": False},
+    ),
+    "SpecForge DFlash 2": (
+        {
+            **Z_LAB,
+            "architectures": ["DFlash2DraftModel"],
+            "block_size": 4,
+            "dflash_config": {**DRAFTING, **DFLASH2_KEYS, "projector_type": "dflash2"},
+        },
+        dflash2_parts,
+        [],
+        DFLASH2_FIELDS,
+    ),
+    "speculators dflash2": (
+        {
+            **SPECULATORS,
+            "architectures": ["DFlash2DraftModel"],
+            "speculators_model_type": "dflash2",
+            "sliding_window_non_causal": True,
+            **DFLASH2_KEYS,
+        },
+        dflash2_parts,
+        [],
+        DFLASH2_FIELDS,
+    ),
+    "DeepSpec": (
+        {
+            **{name: value for name, value in Z_LAB.items() if name != "auto_map"},
+            "architectures": ["Qwen3DSparkModel"],
+            **DRAFTING,
+            **DSPARK_KEYS,
+            "layer_types": ["full_attention", "full_attention"],
+            "num_anchors": 512,
+        },
+        dspark_parts,
+        ["embed_tokens", "lm_head"],
+        DSPARK_FIELDS,
+    ),
+    "DeepSpec's DFlash": (
+        {
+            **Z_LAB, "architectures": ["Qwen3DSparkModel"], **DRAFTING, "markov_rank": 0,
+            "enable_confidence_head": False,
+        },
+        dict,
+        ["embed_tokens", "lm_head"],
+        {"sample_from_anchor": True, "markov_rank": None},
+    ),
+    "DeepSpec, the embedding and the last layer": (
+        {
+            **Z_LAB, "architectures": ["Qwen3DSparkModel"], **DRAFTING, "target_layer_ids": [-1, 3], "markov_rank": 0,
+        },
+        dict,
+        [],
+        {"sample_from_anchor": True, "target_layer_ids": [-1, 3], "last_layer_after_norm": True},
+    ),
+    "SpecForge DSpark": (
+        {
+            **Z_LAB,
+            "architectures": ["DSparkDraftModel"],
+            "block_size": 4,
+            "dflash_config": {
+                **{name: value for name, value in DRAFTING.items() if name != "block_size"},
+                **DSPARK_KEYS,
+                "markov_head_type": "gated",
+                "projector_type": "dspark",
+                "attention_mode": "full",
+                "confidence_head_alpha": 1.0,
+            },
+        },
+        lambda: dspark_parts("gated"),
+        [],
+        {**DSPARK_FIELDS, "markov_head_type": "gated"},
+    ),
+    "ModelOpt DSpark": (
+        {
+            **Z_LAB,
+            "block_size": 4,
+            "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]},
+            "dflash_architecture_config": {
+                "projector_type": "dspark",
+                "markov_rank": 3,
+                "use_confidence_head": True,
+                "confidence_head_with_markov": True,
+            },
+        },
+        dspark_parts,
+        [],
+        DSPARK_FIELDS,
+    ),
+    "speculators dspark": (
+        {
+            **{name: value for name, value in SPECULATORS.items() if name != "sample_from_anchor"},
+            "architectures": ["DSparkSpeculator"],
+            "speculators_model_type": "dspark",
+            "markov_rank": 3,
+            "markov_head_type": "rnn",
+        },
+        lambda: dspark_parts("rnn"),
+        [],
+        {**DSPARK_FIELDS, "markov_head_type": "rnn"},
+    ),
+    "speculators dspark on DFlash slots": (
+        {
+            **SPECULATORS,
+            "speculators_model_type": "dspark",
+            "markov_rank": 3,
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        },
+        lambda: dspark_parts(with_confidence=False),
+        [],
+        {"sample_from_anchor": False, "markov_rank": 3, "enable_confidence_head": False},
+    ),
+    "speculators, slots that start at the anchor": (
+        {**SPECULATORS, "sample_from_anchor": True},
+        dict,
+        [],
+        {"sample_from_anchor": True},
+    ),
+    "speculators, reduced vocabulary": (
+        {**SPECULATORS, "draft_vocab_size": 65},
+        lambda: reduced_vocabulary(),
+        ["reduced lm_head"],
+        {"draft_vocab_size": 65},
+    ),
+    "speculators dspark, reduced vocabulary": (
+        {**SPECULATORS, "speculators_model_type": "dspark", "draft_vocab_size": 65, **DSPARK_KEYS,
+         "sample_from_anchor": True},
+        lambda: {**reduced_vocabulary(), **dspark_parts(draft_vocab_size=65)},
+        ["reduced lm_head"],
+        {**DSPARK_FIELDS, "draft_vocab_size": 65},
+    ),
+    "TorchSpec DFlash 2": (
+        {
+            **PRODUCERS["TorchSpec"][0],
+            "architectures": ["DFlash2DraftModel"],
+            "block_size": 4,
+            **DFLASH2_KEYS,
+        },
+        dflash2_parts,
+        [],
+        DFLASH2_FIELDS,
+    ),
+    "JetSpec": (
+        {**Z_LAB, "dflash_config": {**DRAFTING, "causal_head": True}},
+        dict,
+        [],
+        {"is_causal": True},
+    ),
+    "MiMo, sinks": (
+        {**Z_LAB, "dflash_config": DRAFTING},
+        lambda: {
+            f"layers.{layer}.self_attn.attention_sink_bias": torch.tensor([0.5, -1.0, 2.0, 0.1 + layer])
+            for layer in range(2)
+        },
+        [],
+        {"attention_sinks": True},
+    ),
+    "a mask vector among the tensors": (
+        {**Z_LAB, "dflash_config": DRAFTING},
+        lambda: {"mask_hidden": torch.arange(32.0)[None] / 32},
+        [],
+        {"learned_mask_embedding": True},
+    ),
+}  # fmt: skip
+
+
+def reduced_vocabulary() -> dict[str, torch.Tensor]:
+    """Make the two tables of a reduced vocabulary, as speculators writes them."""
+    kept = torch.tensor(KEPT_TOKENS)
+    return {"d2t": kept - torch.arange(65), "t2d": torch.zeros(97, dtype=torch.bool).index_fill(0, kept, True)}
+
+
+def write_kind(folder: Path, kind: str, target: Any) -> Path:
+    """Write a checkpoint of a kind with the tensors of `network()`, its own and those of the target."""
+    config, parts, target_tensors, _ = KINDS[kind]
+    tensors = {**network(), **parts()}
+    for module in target_tensors:
+        source = target.get_input_embeddings() if module == "embed_tokens" else target.get_output_embeddings()
+        weight = source.weight.detach().clone()
+        tensors[f"{module.split()[-1]}.weight"] = weight[KEPT_TOKENS] if module.startswith("reduced") else weight
+    return write_checkpoint(folder, config, tensors)

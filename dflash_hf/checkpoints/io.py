@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,22 +19,42 @@ from transformers.utils import logging
 
 from ..files import replace_folder
 from ..model.configuration_dflash import DFlashConfig, describe_target, num_embedding_rows
-from ..model.modeling_dflash import TARGET_LOOK_UP, DFlashBody, DFlashDraftModel, tensor_checksum, weights_error
+from ..model.modeling_dflash import (
+    TARGET_LOOK_UP,
+    DFlashBody,
+    DFlashDraftModel,
+    plain_weight,
+    tensor_checksum,
+    weights_error,
+)
 from ..model.remote_code import local_draft
 from . import LAYOUTS
 from .read_layouts import (
+    REDUNDANT_TENSORS,
     TARGET_TENSORS,
     UNSUPPORTED_PARTS,
     native_tensor_name,
     native_values,
 )
-from .write_layouts import layout_config, layout_tensor_name
+from .write_layouts import is_dflash2, layout_config, layout_tensor_name
 
 logger = logging.get_logger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Only these files of a repository are downloaded. A draft with `mask_embedding.pt` is refused without opening it.
-NEEDED_FILES = ("config.json", "*.safetensors", INDEX, "mask_embedding.pt")
+OTHER_WEIGHTS = "dflash_draft_model.safetensors"  # the name that one producer gives to the only file
+MASK_FILE = "mask_embedding.pt"
+# Only these files of a repository are downloaded.
+NEEDED_FILES = ("config.json", "*.safetensors", INDEX, MASK_FILE)
+# The fields that add a part to a draft, and the names of that part's tensors.
+PARTS = {
+    "conv_kernel_size": ("attention_conv", "mlp_conv"),
+    "selector_rank": ("candidate_selector",),
+    "markov_rank": ("markov_head",),
+    "enable_confidence_head": ("confidence_head",),
+    "learned_mask_embedding": ("mask_embedding",),
+    "attention_sinks": ("attention_sink_bias",),
+    "draft_vocab_size": ("d2t",),
+}
 
 
 def checkpoint_folder(name_or_path: str | os.PathLike[str], **hub_kwargs: Any) -> Path:
@@ -111,6 +132,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         OSError: There are no weights, a file is damaged, or the index names a file outside the folder.
     """
     files = [folder / WEIGHTS]
+    if not os.path.lexists(files[0]) and os.path.lexists(folder / OTHER_WEIGHTS):
+        files = [folder / OTHER_WEIGHTS]
     if not os.path.lexists(files[0]):
         if not os.path.lexists(folder / INDEX):
             raise OSError(
@@ -204,24 +227,25 @@ def read_checkpoint(
         ValueError: The checkpoint is no DFlash draft, values are missing or in conflict, or the tensors are not those
             of the network.
     """
-    folder = checkpoint_folder(name_or_path, **hub_kwargs)
+    folder, given = checkpoint_folder(name_or_path, **hub_kwargs), dict(given or {})
+    shapes = tensor_shapes(folder)
+    _refuse_other_methods(str(name_or_path), shapes)
+    new_parts = _new_parts(given, shapes)
+    if "selector_rank" in new_parts:
+        given.setdefault("selector_factored", True)
     if config is None:
         raw = read_json(folder / "config.json")
         of_target = {name: hub_kwargs[name] for name in TARGET_LOOK_UP if name in hub_kwargs}
-        config = DFlashConfig(**native_values(raw, given, lambda: target_facts(target, **of_target)))
-    if (folder / "mask_embedding.pt").exists():
-        raise ValueError(
-            f"{str(name_or_path)!r} contains mask_embedding.pt, a mask vector of its own. This is not implemented, "
-            "and without it few tokens would be accepted. Use a draft that masks with a token."
-        )
-    shapes = tensor_shapes(folder)
-    _refuse_other_methods(str(name_or_path), shapes)
+        values = native_values(raw, given, lambda: target_facts(target, **of_target))
+        config = DFlashConfig(**{**_facts_of_tensors(folder, shapes), **values})
 
     ours: dict[str, str] = {}
     checksums = dict(config.target_tensor_checksums or {})
     for name in shapes:
         if name in TARGET_TENSORS:
             checksums[name] = tensor_checksum(_read_tensor(shapes[name][0], name))
+        elif name in REDUNDANT_TENSORS:
+            continue
         elif (native := native_tensor_name(name)) in ours:
             raise ValueError(
                 f"{name!r} and {ours[native]!r} in {str(name_or_path)!r} are the same tensor of a draft, which must "
@@ -233,8 +257,14 @@ def read_checkpoint(
     with torch.device("meta"):
         wanted = {name: tuple(value.shape) for name, value in DFlashBody(config).state_dict().items()}
     found = {native: shapes[name][1] for native, name in ours.items()}
+    added = {}
+    if (folder / MASK_FILE).exists() and config.learned_mask_embedding and "mask_embedding" not in found:
+        added["mask_embedding"] = read_mask_file(folder / MASK_FILE, config)
+    elif found.get("mask_embedding") == (1, config.hidden_size):
+        found["mask_embedding"] = (config.hidden_size,)
+    fresh = {name for name in wanted.keys() - found.keys() - added.keys() if _part_of(name) in new_parts}
     problems = {
-        "missing": wanted.keys() - found.keys(),
+        "missing": wanted.keys() - found.keys() - added.keys() - fresh,
         "unknown": {ours[name] for name in found.keys() - wanted.keys()},
         "of another shape": {
             f"{name} {list(found[name])} instead of {list(wanted[name])}"
@@ -244,9 +274,115 @@ def read_checkpoint(
     }
     if any(problems.values()):
         raise weights_error(name_or_path, problems)
-    if ours.keys() == shapes.keys():
+    needs_translation = ours.keys() != shapes.keys() or added or fresh or not (folder / WEIGHTS).exists()
+    if "d2t" in found:
+        _check_vocabulary(str(name_or_path), config, _read_tensor(shapes["d2t"][0], "d2t"), shapes)
+    if not needs_translation or (ours.keys() == shapes.keys() and (folder / INDEX).exists() and not (added or fresh)):
         return config, None
-    return config, {native: _read_tensor(shapes[name][0], name) for native, name in ours.items()}
+    tensors = {native: _read_tensor(shapes[name][0], name) for native, name in ours.items()}
+    if "mask_embedding" in tensors:
+        tensors["mask_embedding"] = tensors["mask_embedding"].flatten()
+    return config, {**tensors, **added, **_initial_tensors(config, fresh)}
+
+
+def _part_of(name: str) -> str | None:
+    """Return the field that adds the part of a draft to which a tensor belongs."""
+    return next((field for field, names in PARTS.items() if any(part in names for part in name.split("."))), None)
+
+
+def _new_parts(given: Mapping[str, Any], names: Mapping[str, Any]) -> set[str]:
+    """Return the fields given by the caller that add a part which the files do not hold."""
+    held = {_part_of(native_tensor_name(name)) for name in names}
+    return {field for field in PARTS if given.get(field) and field not in held}
+
+
+def _facts_of_tensors(folder: Path, shapes: Mapping[str, tuple[Path, tuple[int, ...]]]) -> dict[str, Any]:
+    """Return the fields that follow from the tensors of a checkpoint where its configuration does not say them."""
+    parts = {_part_of(native_tensor_name(name)) for name in shapes}
+    facts: dict[str, Any] = {}
+    if "attention_sinks" in parts:
+        facts["attention_sinks"] = True
+    if "learned_mask_embedding" in parts or (folder / MASK_FILE).exists():
+        facts["learned_mask_embedding"] = True
+    if "d2t" in shapes:
+        facts["draft_vocab_size"] = shapes["d2t"][1][0]
+    return facts
+
+
+def read_mask_file(path: Path, config: DFlashConfig) -> torch.Tensor:
+    """
+    Read the mask vector of a draft from a file of tensors and plain values.
+
+    Args:
+        path (`Path`): `mask_embedding.pt`, which holds `{"mask_token_id": int, "embedding": [H]}` or the vector alone.
+        config ([`DFlashConfig`]): The configuration of the draft.
+
+    Returns:
+        `torch.FloatTensor` of shape `[hidden_size]`.
+
+    Raises:
+        OSError: The file is damaged, or holds something else than tensors and plain values.
+        ValueError: It holds no such vector, or one for another mask token.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
+        raise OSError(
+            f"{str(path)!r} cannot be read as tensors ({(str(error) or type(error).__name__).splitlines()[0]}). "
+            "Download it again."
+        ) from error
+    token_id = (
+        content.get("mask_token_id", config.mask_token_id) if isinstance(content, dict) else config.mask_token_id
+    )
+    vector = content.get("embedding") if isinstance(content, dict) else content
+    if token_id != config.mask_token_id:
+        raise ValueError(
+            f"{str(path)!r} is for mask_token_id={token_id}, and the draft has mask_token_id={config.mask_token_id}. "
+            "Use the files of one draft."
+        )
+    size = config.hidden_size
+    if not isinstance(vector, torch.Tensor) or tuple(vector.shape) not in ((size,), (1, size)):
+        shape = list(vector.shape) if isinstance(vector, torch.Tensor) else type(vector).__name__
+        raise ValueError(
+            f"{str(path)!r} holds {shape} as its embedding, and must hold a vector of hidden_size={size}. Use the "
+            "file of this draft."
+        )
+    return vector.flatten().clone()
+
+
+def _check_vocabulary(
+    where: str, config: DFlashConfig, offsets: torch.Tensor, shapes: Mapping[str, tuple[Path, tuple[int, ...]]]
+) -> None:
+    """Refuse a `d2t` that does not hold ascending offsets into the vocabulary, or contradicts `t2d`."""
+    tokens = offsets.long() + torch.arange(len(offsets))
+    if not bool((tokens[1:] > tokens[:-1]).all()) or int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
+        raise ValueError(
+            f"d2t in {where!r} must hold offsets: the token of draft index i is i + d2t[i], ascending and below "
+            f"vocab_size={config.vocab_size}. Use the files of the producer."
+        )
+    if "t2d" in shapes:
+        kept = _read_tensor(shapes["t2d"][0], "t2d").nonzero().flatten()
+        if not torch.equal(kept, tokens):
+            raise ValueError(f"t2d and d2t in {where!r} name different tokens. Use the files of the producer.")
+
+
+def _initial_tensors(config: DFlashConfig, names: set[str]) -> dict[str, torch.Tensor]:
+    """Initialise the tensors of new parts of a draft, as a new draft has them."""
+    with torch.device("meta"):
+        body = DFlashBody(config)
+    for owner in sorted({name.rpartition(".")[0] for name in names} - {""}):
+        module = body.get_submodule(owner)
+        if owner.endswith("self_attn"):
+            continue
+        module.to_empty(device="cpu")
+        for child in module.children():
+            body._init_weights(child)
+        body._init_weights(module)
+    values = body.state_dict()
+    return {
+        name: torch.zeros(values[name].shape, dtype=values[name].dtype) if values[name].is_meta else values[name]
+        for name in names
+    }
 
 
 def _refuse_other_methods(where: str, names: Mapping[str, Any]) -> None:
@@ -302,16 +438,78 @@ def save_in_layout(
         dtype = torch.bfloat16 if layout == "serving" else draft.dtype
     config = {} if layout == "native" else layout_config(draft.config, layout, str(dtype).removeprefix("torch."))
     with replace_folder(folder) as partial:
-        tensors = {name: value.detach().to("cpu", dtype) for name, value in draft.state_dict().items()}
+        state = draft.state_dict() if layout == "native" else exported_tensors(draft, layout)
+        tensors = {
+            name: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype)
+            for name, value in state.items()
+        }
         if layout == "native":
             draft.save_pretrained(partial, state_dict=tensors)
             native = read_json(partial / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
             (partial / "config.json").write_text(json.dumps(native, indent=2, sort_keys=True) + "\n")
         else:
+            if layout == "serving" and "mask_embedding" in tensors:  # servers read it from a file of its own
+                vector = tensors.pop("mask_embedding")
+                torch.save({"mask_token_id": draft.config.mask_token_id, "embedding": vector}, partial / MASK_FILE)
             renamed = {layout_tensor_name(name, layout): value.contiguous() for name, value in tensors.items()}
             save_file(renamed, partial / WEIGHTS, {"format": "pt"})
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
+
+
+@torch.no_grad()
+def exported_tensors(draft: DFlashDraftModel, layout: str) -> dict[str, torch.Tensor]:
+    """
+    Return the tensors of a draft as servers read them.
+
+    A factored selector becomes two tables. A part of DFlash 2 that the draft lacks is added without effect. A reduced
+    vocabulary comes with the rows of the head and the mask of its tokens.
+
+    Args:
+        draft ([`DFlashDraftModel`]): The draft, which must be tied for tables and rows of the head.
+        layout (`str`): The layout, for messages.
+
+    Returns:
+        `dict[str, torch.Tensor]`
+
+    Raises:
+        ValueError: The layout has no place for a part of the draft.
+        UntiedDraftError: The target is needed and cannot be read.
+    """
+    config, tensors = draft.config, dict(draft.state_dict())
+    if config.learned_mask_embedding and layout == "speculators":
+        raise ValueError(
+            "learned_mask_embedding=True cannot be expressed in the speculators layout. Write the serving layout."
+        )
+    selector = draft.candidate_selector
+    if selector is not None and selector.is_factored:
+        rows = draft.draft_head().embedded(torch.arange(config.vocab_size, device=draft.device))
+        for name in ("predecessor", "successor"):
+            projection = tensors.pop(f"candidate_selector.{name}_projection.weight")
+            tensors[f"candidate_selector.{name}_codebook"] = rows.to(projection.dtype) @ projection.t()
+    elif selector is None and is_dflash2(config):
+        table = torch.zeros(config.vocab_size, 1)
+        tensors["candidate_selector.predecessor_codebook"] = table
+        tensors["candidate_selector.successor_codebook"] = table.clone()
+        tensors["candidate_selector.hidden_projection.weight"] = torch.zeros(1, config.hidden_size)
+    if is_dflash2(config) and config.conv_kernel_size is None:
+        for index in range(config.num_hidden_layers):
+            for part in ("attention_conv", "mlp_conv"):
+                tensors[f"layers.{index}.{part}.base_kernel"] = torch.ones(2, 1, config.hidden_size)
+                tensors[f"layers.{index}.{part}.kernel_projection.weight"] = torch.zeros(2, config.hidden_size)
+    if draft.d2t is not None:
+        vocabulary = draft.draft_vocabulary()
+        weight = plain_weight(draft.draft_head().head)
+        if weight is None:
+            raise ValueError(
+                "The rows of the target's head cannot be read, because it is quantised or wrapped, and a draft with a "
+                "reduced vocabulary is served with them. Tie it to the target in bfloat16."
+            )
+        tensors["lm_head.weight"] = weight
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device=vocabulary.device).index_fill(
+            0, vocabulary, True
+        )
+    return tensors
 
 
 def convert_checkpoint(

@@ -57,11 +57,37 @@ BOOKKEEPING = frozenset(
         "transformers_version",
         "use_sliding_window",
         "max_window_layers",
+        "dspark_bonus_anchor",
     }
 )
 # Keys that the reference implementation nests in `dflash_config`. Any other key in there is kept unchanged.
-NESTED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale")
-NESTED_LAYER_KEYS = ("causal", "use_swa", "swa_window_size")
+NESTED_FIELDS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "input_embedding_scale",
+    "sample_from_anchor",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+NESTED_LAYER_KEYS = ("causal", "causal_head", "use_swa", "swa_window_size")
+# Keys of other producers that matter in training alone, or that repeat what the other keys say.
+NESTED_BOOKKEEPING = ("projector_type", "use_confidence_head")
+# The methods that are implemented, as `projector_type` names them.
+PROJECTOR_TYPES = (None, "dflash", "dflash2", "dspark")
+# Objects in which producers nest the keys of the method.
+NESTED_OBJECTS = ("dflash_config", "dflash_architecture_config")
+SPECULATORS_KINDS = ("dflash", "dflash2", "dspark")
+# Bodies that differ from the one implemented here, by a part of an architecture or a model type.
+OTHER_BODIES = ("Gemma4DSpark", "deepseek", "kimi_k3", "K3DSpark", "k3_dspark")
 
 # Module names of other producers, and those of the same modules in our network.
 MODULE_NAMES = {
@@ -71,6 +97,10 @@ MODULE_NAMES = {
     "encoder.fc": "fc",
     "encoder.output_norm_enc": "hidden_norm",
 }
+# Names of a mask vector among the tensors.
+MASK_VECTORS = ("mask_embedding", "mask_hidden", "mask_embedding.weight")
+# Tensors that follow from other ones or are used by the producer in training alone.
+REDUNDANT_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 # Tensors of the target that some producers store in the draft's file.
 TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight", "logit_head.weight")
 # Parts of tensor names that belong to other methods, and what those parts are.
@@ -104,37 +134,21 @@ def layout_of(raw: Mapping[str, Any]) -> str:
         ValueError: The file does not describe a DFlash draft, or describes one of a kind that is not implemented.
     """
     _check_kinds(raw)
+    _refuse_other_kinds(raw)
     architectures = [str(name) for name in raw.get("architectures") or []]
-    nested = raw.get("dflash_config") or {}
     kind = raw.get("speculators_model_type")
-    if any("DSpark" in name for name in architectures) or kind == "dspark":
-        raise ValueError(
-            f"The checkpoint is a DSpark draft (architectures={brief(architectures)}). Its slot k predicts the token "
-            "after the one that DFlash's slot k predicts, so it cannot run as DFlash. Use a DFlash draft of this "
-            "target."
-        )
-    if "DFlash2DraftModel" in architectures or kind == "dflash2" or "selector_rank" in nested:
-        raise ValueError(
-            "The checkpoint is a DFlash 2 draft (DFlash2DraftModel), whose convolutions and candidate selector are "
-            "not implemented. Use a DFlash draft of this target."
-        )
-    if raw.get("sample_from_anchor") or nested.get("sample_from_anchor"):
-        raise ValueError(
-            "The checkpoint has sample_from_anchor=true, so that its slot k predicts the token after the one that "
-            "DFlash's slot k predicts. This is not implemented. Use a draft that was trained without it."
-        )
     if kind is not None:
-        if kind != "dflash":
+        if kind not in SPECULATORS_KINDS:
             raise ValueError(
-                f"speculators_model_type={brief(kind)} is no DFlash draft, which has 'dflash' there. Use a DFlash "
-                "draft."
+                f"speculators_model_type={brief(kind)} is no draft of this family, which has one of "
+                f"{SPECULATORS_KINDS} there. Use such a draft."
             )
         return "speculators"
     if raw.get("model_type") == "muse_glimmer_assistant":
         return "muse"
     if raw.get("model_type") == DFlashConfig.model_type or describes_new_draft(raw):
         return "native"
-    if nested or any("DFlash" in name for name in architectures):
+    if _nested(raw) or any("DFlash" in name or "DSpark" in name for name in architectures):
         return "serving"
     raise ValueError(
         f"This is no DFlash draft: model_type={brief(raw.get('model_type'))}, architectures={brief(architectures)}, "
@@ -142,9 +156,45 @@ def layout_of(raw: Mapping[str, Any]) -> str:
     )
 
 
+def _nested(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the method, which most producers nest in an object."""
+    return {name: value for key in NESTED_OBJECTS for name, value in (raw.get(key) or {}).items()}
+
+
+def _refuse_other_kinds(raw: Mapping[str, Any]) -> None:
+    """Refuse methods and bodies that are not implemented, by their names."""
+    architectures = [str(name) for name in raw.get("architectures") or []]
+    projector = _nested(raw).get("projector_type")
+    if projector not in PROJECTOR_TYPES:
+        raise ValueError(
+            f"projector_type={brief(projector)} in config.json is a method that is not implemented. Use a draft of "
+            f"one of {PROJECTOR_TYPES[1:]}."
+        )
+    inner = raw.get("transformer_layer_config") or {}
+    for name in (*architectures, raw.get("model_type"), inner.get("model_type")):
+        if any(part.lower() in str(name).lower() for part in OTHER_BODIES):
+            raise ValueError(
+                f"{brief(name)} in config.json is a draft whose layers differ from those of Qwen3, which are the ones "
+                "implemented here. Use a draft with layers of Qwen3."
+            )
+    for values in (raw, inner):
+        if values.get("kv_lora_rank") is not None:
+            raise ValueError(
+                f"kv_lora_rank={brief(values['kv_lora_rank'])} in config.json says that the draft has multi-head "
+                "latent attention, which is not implemented. Use a draft with layers of Qwen3."
+            )
+
+
+def _is_dspark(raw: Mapping[str, Any]) -> bool:
+    """Return whether slot `k` of the draft predicts the token `k + 1` places after the anchor unless a key says so."""
+    architectures = [str(name) for name in raw.get("architectures") or []]
+    kinds = {raw.get("speculators_model_type"), _nested(raw).get("projector_type")}
+    return "dspark" in kinds or any("DSpark" in name for name in architectures)
+
+
 def _check_kinds(raw: Mapping[str, Any]) -> None:
     """Refuse values whose JSON type is not the one that the functions below rely on."""
-    objects = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "speculators_config")
+    objects = (*NESTED_OBJECTS, "rope_parameters", "rope_scaling", "transformer_layer_config", "speculators_config")
     for name in (*objects, "verifier", "auto_map"):
         if not isinstance(raw.get(name, None), Mapping | None):
             raise ValueError(f"{name}={brief(raw[name])} in config.json must be an object. Correct the file.")
@@ -169,7 +219,7 @@ def _check_kinds(raw: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name}={brief(raw[name])} in config.json must be one of {', '.join(DTYPES)}. Correct the file."
             )
-    for inner in (raw.get("transformer_layer_config"), raw.get("dflash_config"), raw.get("speculators_config")):
+    for inner in (raw.get(name) for name in (*NESTED_OBJECTS, "transformer_layer_config", "speculators_config")):
         if inner:
             _check_kinds(inner)
 
@@ -287,14 +337,22 @@ def _rest(raw: Mapping[str, Any], *read: str) -> dict[str, Any]:
 
 
 def _drafting(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the target's depth and the keys that may be at the top level or in `dflash_config`."""
-    nested = raw.get("dflash_config") or {}
+    """Return the target's depth and the keys that may be at the top level or nested."""
+    nested = _nested(raw)
     values = {
         name: _one_value(name, {name: raw.get(name), f"dflash_config[{name!r}]": nested.get(name)})
         for name in NESTED_FIELDS
     }
-    values["target_num_hidden_layers"] = _depth_of(raw, values["target_layer_ids"])
-    kept = {name: value for name, value in nested.items() if name not in (*NESTED_FIELDS, *NESTED_LAYER_KEYS)}
+    if values["enable_confidence_head"] is None:
+        values["enable_confidence_head"] = nested.get("use_confidence_head")
+    if values["sample_from_anchor"] is None:
+        values["sample_from_anchor"] = _is_dspark(raw) or None
+    values = {name: value for name, value in values.items() if value is not None or name in NESTED_FIELDS[:4]}
+    values["target_num_hidden_layers"] = depth = _depth_of(raw, values["target_layer_ids"])
+    if _is_dspark(raw) and depth is not None and depth - 1 in (values["target_layer_ids"] or []):
+        values["last_layer_after_norm"] = True  # DeepSpec reads the states that transformers returns
+    read = (*NESTED_FIELDS, *NESTED_LAYER_KEYS, *NESTED_BOOKKEEPING)
+    kept = {name: value for name, value in nested.items() if name not in read}
     return {**values, "dflash_config": kept} if kept else values
 
 
@@ -318,7 +376,7 @@ def _layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) 
         first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") and window else num_layers
         kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
     if is_causal is None:
-        is_causal = nested.get("causal")
+        is_causal = _one_value("is_causal", {name: nested.get(name) for name in ("causal", "causal_head")})
     if nested.get("use_swa") and "sliding_attention" not in kinds:  # The layers get windows and stay bidirectional.
         kinds, is_causal = ["sliding_attention"] * num_layers, bool(is_causal)
     if "sliding_attention" in kinds:
@@ -335,7 +393,7 @@ def _from_flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Read our own layout, whose keys TorchSpec and AngelSpec also write, though not all of them."""
     bookkeeping = ("_name_or_path", "architectures", "auto_map", "transformers_version")
     own = {name: raw[name] for name in bookkeeping if name in raw}
-    values = {**own, **_rest(raw, "dflash_config"), **_flat_rope(raw), **_drafting(raw)}
+    values = {**own, **_rest(raw, *NESTED_OBJECTS), **_flat_rope(raw), **_drafting(raw)}
     if raw.get("head_dim") is None and raw.get("hidden_size") and raw.get("num_attention_heads"):
         values["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
     return values
@@ -345,11 +403,11 @@ def _from_serving(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Read the layout of the reference implementation."""
     geometry = _geometry(raw)
     return {
-        **_rest(raw, "dflash_config"),
+        **_rest(raw, *NESTED_OBJECTS, *NESTED_FIELDS),
         **geometry,
         **_flat_rope(raw),
         **_drafting(raw),
-        **_layers(raw, raw.get("dflash_config") or {}, geometry["num_hidden_layers"]),
+        **_layers(raw, _nested(raw), geometry["num_hidden_layers"]),
     }
 
 
@@ -362,12 +420,6 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
             "holds the draft's sizes. Correct the file."
         )
     geometry = _geometry(inner)
-    draft_vocab_size = raw.get("draft_vocab_size")
-    if draft_vocab_size not in (None, geometry["vocab_size"]) and geometry["vocab_size"] is not None:
-        raise ValueError(
-            f"draft_vocab_size={brief(draft_vocab_size)} differs from the target's {brief(geometry['vocab_size'])}. A "
-            "reduced draft vocabulary (d2t) is not implemented. Use a draft with the full vocabulary."
-        )
     layers = _layers(inner, {}, geometry["num_hidden_layers"])
     by_type = {kind == "sliding_attention" for kind in layers["layer_types"]}
     if by_type == {layers["is_causal"]}:  # The file states for servers what the layer types imply.
@@ -376,7 +428,13 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
         layers["is_causal"] = False
     if raw.get("is_causal") is not None:
         layers["is_causal"] = raw["is_causal"]
-    drafting = _drafting(raw)
+    # What its configuration classes take for granted where a file does not say it.
+    defaults: dict[str, Any] = {}
+    if raw["speculators_model_type"] == "dspark":
+        defaults = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
+    elif raw["speculators_model_type"] == "dflash2":
+        defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+    drafting = _drafting({**defaults, **raw})
     aux_ids = raw.get("aux_hidden_state_layer_ids")
     drafting["target_layer_ids"] = ids = _one_value(
         "target_layer_ids",
@@ -389,11 +447,10 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     verifier = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     read = (
         "transformer_layer_config",
-        "draft_vocab_size",
         "aux_hidden_state_layer_ids",
         "sliding_window_non_causal",
-        "sample_from_anchor",
-        "dflash_config",
+        *NESTED_OBJECTS,
+        *NESTED_FIELDS,
     )
     return {
         **_rest(inner),
@@ -418,7 +475,7 @@ def _from_muse(raw: Mapping[str, Any]) -> dict[str, Any]:
     kinds = raw.get("layer_types") or ["sliding_attention"] * geometry["num_hidden_layers"]
     is_sliding = "sliding_attention" in kinds
     return {
-        **_rest(raw, "dflash_config"),
+        **_rest(raw, *NESTED_OBJECTS),
         **geometry,
         **_flat_rope(raw),
         **_drafting(raw),
@@ -458,5 +515,7 @@ def native_tensor_name(name: str) -> str:
 
     ```
     """
+    if name in MASK_VECTORS:
+        return "mask_embedding"
     module, _, leaf = name.rpartition(".")
     return f"{MODULE_NAMES[module]}.{leaf}" if module in MODULE_NAMES else name

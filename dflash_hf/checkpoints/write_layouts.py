@@ -8,6 +8,26 @@ from typing import Any
 from ..model.configuration_dflash import DFlashConfig
 from .read_layouts import BOOKKEEPING, SHARED_FIELDS, muse_window
 
+# Fields of the parts that a draft may have beyond the first DFlash.
+METHOD_FIELDS = (
+    "sample_from_anchor",
+    "conv_kernel_size",
+    "conv_group_size",
+    "attention_sinks",
+    "selector_rank",
+    "selector_top_k",
+    "selector_factored",
+    "selector_embedding_scale",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "draft_vocab_size",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "learned_mask_embedding",
+)
+
 
 def layout_config(config: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
     """
@@ -44,6 +64,7 @@ def _kept(config: DFlashConfig, *expressed: str) -> dict[str, Any]:
     bookkeeping = {
         *BOOKKEEPING,
         *SHARED_FIELDS,
+        *METHOD_FIELDS,
         *expressed,
         "dtype",
         "rope_parameters",
@@ -59,6 +80,41 @@ def _kept(config: DFlashConfig, *expressed: str) -> dict[str, Any]:
     return {name: value for name, value in values if name not in bookkeeping and value is not None}
 
 
+def _method(config: DFlashConfig) -> dict[str, Any]:
+    """Return the fields of the draft's parts that are set, as published files name them."""
+    values = {name: getattr(config, name) for name in METHOD_FIELDS}
+    values["enable_confidence_head"] = config.enable_confidence_head or None
+    values["confidence_head_with_markov"] = config.confidence_head_with_markov or None
+    values["sample_from_anchor"] = config.sample_from_anchor or None
+    if is_dflash2(config):  # The readers' class has both parts. What this draft lacks is written without effect.
+        values["conv_kernel_size"], values["conv_group_size"] = (
+            (config.conv_kernel_size, config.conv_group_size) if config.conv_kernel_size else (1, config.hidden_size)
+        )
+        values["selector_rank"] = config.selector_rank or 1
+        values["selector_top_k"] = config.selector_top_k or min(16, config.vocab_size)
+    unwritten = ("selector_factored", "selector_embedding_scale", "learned_mask_embedding", "attention_sinks")
+    return {name: value for name, value in values.items() if value is not None and name not in unwritten}
+
+
+def is_dflash2(config: DFlashConfig) -> bool:
+    """Tell whether a draft has a part of DFlash 2."""
+    return config.conv_kernel_size is not None or config.selector_rank is not None
+
+
+def is_dspark(config: DFlashConfig) -> bool:
+    """Tell whether a draft has a head of DSpark."""
+    return config.markov_rank is not None or config.enable_confidence_head
+
+
+def _refuse_mixed(config: DFlashConfig, layout: str) -> None:
+    """Refuse a draft that is both DFlash 2 and DSpark, for which readers have no class."""
+    if is_dflash2(config) and is_dspark(config):
+        raise ValueError(
+            f"The draft has parts of DFlash 2 and of DSpark, and the {layout} layout has a class for each of them but "
+            "none for both. Write the native layout."
+        )
+
+
 def _shared(config: DFlashConfig) -> dict[str, Any]:
     """Return the fields that all layouts name as Qwen3 does."""
     return {name: getattr(config, name) for name in SHARED_FIELDS}
@@ -71,17 +127,35 @@ def _to_serving(config: DFlashConfig) -> dict[str, Any]:
             "target_num_hidden_layers is None, but the serving layout contains the depth of the target. Load the "
             "draft with target=, or pass target_num_hidden_layers=."
         )
-    layer_types = config.layer_types or []
+    _refuse_mixed(config, "serving")
+    layer_types, method = config.layer_types or [], _method(config)
     drafting = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids or []),
+        **{name: value for name, value in method.items() if name != "draft_vocab_size"},
     }
+    architecture = "DFlashDraftModel"
+    top: dict[str, Any] = {} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}
+    if is_dflash2(config):
+        architecture = "DFlash2DraftModel"
+    elif is_dspark(config):  # vLLM reads these keys at the top level
+        architecture = "Qwen3DSparkModel"
+        drafting["projector_type"] = "dspark"
+        top |= {
+            **method,
+            "markov_rank": config.markov_rank or 0,
+            "sample_from_anchor": config.sample_from_anchor,
+            "dspark_bonus_anchor": not config.sample_from_anchor,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids or []),
+        }
     if config.input_embedding_scale is not None:
         drafting["input_embedding_scale"] = config.input_embedding_scale
     written = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [architecture],
         "model_type": "qwen3",
+        **top,
         "block_size": config.block_size,
         "num_target_layers": config.target_num_hidden_layers,
         "dflash_config": {**getattr(config, "dflash_config", {}), **drafting},
@@ -93,11 +167,21 @@ def _to_serving(config: DFlashConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **_kept(config, "target_num_hidden_layers", "input_embedding_scale", "dflash_config"),
     }
-    return written if config.is_causal is None else {**written, "is_causal": config.is_causal}
+    is_causal = config.is_causal
+    if architecture == "DFlash2DraftModel" and is_causal is None and "sliding_attention" not in layer_types:
+        is_causal = False
+    return written if is_causal is None else {**written, "is_causal": is_causal}
 
 
 def _to_speculators(config: DFlashConfig) -> dict[str, Any]:
     """Write the layout of speculators."""
+    _refuse_mixed(config, "speculators")
+    if config.output_multiplier is not None or config.final_logit_softcapping is not None:
+        raise ValueError(
+            f"output_multiplier={config.output_multiplier} or final_logit_softcapping="
+            f"{config.final_logit_softcapping} cannot be expressed in the speculators layout. Write the serving "
+            "layout."
+        )
     layer_types = config.layer_types or []
     causal = {kind: config.in_block_causal(index) for index, kind in enumerate(layer_types)}
     if causal.get("full_attention"):
@@ -119,29 +203,48 @@ def _to_speculators(config: DFlashConfig) -> dict[str, Any]:
     kept = _kept(config, "target_name_or_path")
     if config.is_causal is not None:
         kept["is_causal"] = config.is_causal
+    kind, architecture = "dflash", "DFlashDraftModel"
+    method = _method(config)
+    if is_dflash2(config):
+        kind, architecture = "dflash2", "DFlash2DraftModel"
+    elif is_dspark(config):
+        kind, architecture = "dspark", "DSparkSpeculator"
+        method |= {
+            "markov_rank": config.markov_rank or 0,
+            "enable_confidence_head": config.enable_confidence_head,
+            "confidence_head_with_markov": config.confidence_head_with_markov,
+        }
     return {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
+        "architectures": [architecture],
+        "speculators_model_type": kind,
         "speculators_config": {
-            "algorithm": "dflash",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}],
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.tokens_per_block - 1}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": config.target_name_or_path, "architectures": []},
         },
         "transformer_layer_config": inner,
-        "draft_vocab_size": config.vocab_size,
+        **method,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": config.hidden_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids or []],
         "sliding_window_non_causal": not causal.get("sliding_attention", False),
-        "sample_from_anchor": False,
+        "sample_from_anchor": config.sample_from_anchor,
         **kept,
     }
 
 
 def _to_muse(config: DFlashConfig) -> dict[str, Any]:
     """Write the layout of transformers' own assistant class."""
+    parts = {**_method(config), "learned_mask_embedding": config.learned_mask_embedding}
+    parts["attention_sinks"] = config.attention_sinks
+    if set_parts := sorted(name for name, value in parts.items() if value):
+        raise ValueError(
+            f"{', '.join(set_parts)} cannot be expressed in the muse layout, which has the first DFlash alone. Write "
+            "another layout."
+        )
     layer_types = config.layer_types or []
     is_sliding = "sliding_attention" in layer_types
     if any(config.in_block_causal(index) for index in range(len(layer_types))):

@@ -1088,7 +1088,7 @@ class DraftHead:
             return self.draft.markov_head.features(previous_token_ids, hidden_states, state)
         if (selector := self.draft.candidate_selector) is None:
             return None, None
-        previous = self._embedded(previous_token_ids) if selector.is_factored else previous_token_ids
+        previous = self.embedded(previous_token_ids) if selector.is_factored else previous_token_ids
         return selector.features(previous, hidden_states), None
 
     def correct(
@@ -1118,7 +1118,7 @@ class DraftHead:
         values, indices = top_candidates(logits, min(top_k, logits.shape[-1]))
         scores = values.float()
         if selector is not None and features is not None:
-            candidates = self._embedded(indices) if selector.is_factored else indices
+            candidates = self.embedded(indices) if selector.is_factored else indices
             scores = scores + selector.scores(features, candidates).float()
         elif markov_head is not None and features is not None:
             scores = scores + markov_head.scores(features, indices).float()
@@ -1154,8 +1154,19 @@ class DraftHead:
         indices = torch.searchsorted(vocabulary, token_ids).clamp(max=len(vocabulary) - 1)
         return torch.where(vocabulary[indices] == token_ids, indices, -1)
 
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's embeddings of tokens, scaled to a mean norm of one."""
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """
+        Return the target's embeddings of tokens, scaled to a mean norm of one, as a factored selector reads them.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `[...]`): Token ids.
+
+        Returns:
+            `torch.FloatTensor` of shape `[..., hidden_size]`.
+
+        Raises:
+            UntiedDraftError: The scale is not known, because the draft was never tied.
+        """
         scale = self.draft.config.selector_embedding_scale
         if scale is None:
             raise UntiedDraftError(
@@ -1388,7 +1399,9 @@ def _check_target_weights(
         )
 
 
-def pair_problems(config: DFlashConfig, modules: TargetModules, target_config: Any) -> Iterator[str]:
+def pair_problems(
+    config: DFlashConfig, modules: TargetModules, target_config: Any, vocabulary: torch.Tensor | None = None
+) -> Iterator[str]:
     """
     Compare a draft's configuration with a target.
 
@@ -1396,6 +1409,8 @@ def pair_problems(config: DFlashConfig, modules: TargetModules, target_config: A
         config (`DFlashConfig`): The draft's configuration.
         modules ([`TargetModules`]): The target's embedding and head.
         target_config (`PreTrainedConfig`): The target's configuration.
+        vocabulary (`torch.LongTensor` of shape `[draft_vocab_size]`, *optional*): The tokens of a reduced vocabulary,
+            whose rows of the head the draft's file may contain.
 
     Yields:
         `str`: a description of each property in which the two differ.
@@ -1424,7 +1439,10 @@ def pair_problems(config: DFlashConfig, modules: TargetModules, target_config: A
         weight: Any = plain_weight(unshard(module))
         if weight is None or type(weight.data) is not torch.Tensor:
             yield f"{name} of the draft's file cannot be compared with the target's quantised one"
-        elif tensor_checksum(weight.to(getattr(torch, checksum.split()[0]))) != checksum:
+            continue
+        if vocabulary is not None and checksum.split()[1] == f"{len(vocabulary)}x{weight.shape[1]}":
+            weight = weight[vocabulary.to(weight.device)]
+        if tensor_checksum(weight.to(getattr(torch, checksum.split()[0]))) != checksum:
             yield f"{name} of the draft's file is not the target's"
 
 
@@ -1516,7 +1534,8 @@ class DFlashDraftModel(DFlashBody):
     def _check_pair(self, modules: TargetModules, target_config: Any) -> None:
         """Refuse a target that does not fit, and complete the configuration with what only the target knows."""
         config = self.config
-        problems = list(pair_problems(config, modules, target_config))
+        vocabulary = None if self.d2t is None else self.draft_vocabulary()
+        problems = list(pair_problems(config, modules, target_config, vocabulary))
         if problems:
             remedy = "Use the draft with its own target."
             if len(problems) == 1 and problems[0].startswith("vocabulary"):
@@ -1688,9 +1707,16 @@ class DFlashDraftModel(DFlashBody):
             nn.Module.to(draft, target.device)
         draft._scale_initial_logits()
         if draft.mask_embedding is not None:
-            mask = torch.tensor([draft.config.mask_token_id], device=draft.device)
-            draft.mask_embedding.data.copy_(embed_tokens(draft.get_input_embeddings(), mask)[0])
+            draft._start_mask_embedding()
         return draft
+
+    @torch.no_grad()
+    def _start_mask_embedding(self) -> None:
+        """Set a new mask vector to the embedding of the mask token."""
+        embedding = self.get_input_embeddings()
+        tensor = module_tensor(embedding)
+        mask = torch.tensor([self.config.mask_token_id], device=None if tensor is None else tensor.device)
+        self.mask_embedding.copy_(embed_tokens(embedding, mask)[0])  # type: ignore[union-attr]
 
     @torch.no_grad()
     def _scale_initial_logits(self) -> None:
@@ -1762,6 +1788,8 @@ class DFlashDraftModel(DFlashBody):
             draft.tie_target(target)
         else:
             draft._set_target_source(target, {key: hub_kwargs[key] for key in TARGET_LOOK_UP if key in hub_kwargs})
+        if draft.mask_embedding is not None and not draft.mask_embedding.any():
+            draft._start_mask_embedding()
         return (draft, info) if returns_info else draft
 
     @classmethod
