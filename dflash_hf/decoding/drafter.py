@@ -197,7 +197,9 @@ class Drafter:
             features, state = self.head.features(
                 before, slot_states, None if states is None else states[:, level.parents]
             )
-            scores, indices = self.head.correct(logits[:, slot, None], features, top_k=self.markov_top_k)
+            scores, indices = self.head.correct(
+                logits[:, slot, None], features, top_k=self.markov_top_k, num_choices=level.num_ranks
+            )
             if self.sample_proposals:
                 scores = self._sampling_scores(scores, indices)
                 sampled_from.append(scores)

@@ -1092,7 +1092,7 @@ class DraftHead:
         return selector.features(previous, hidden_states), None
 
     def correct(
-        self, logits: torch.Tensor, features: torch.Tensor | None, *, top_k: int | None = None
+        self, logits: torch.Tensor, features: torch.Tensor | None, *, top_k: int | None = None, num_choices: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Correct the logits of slots.
@@ -1102,6 +1102,8 @@ class DraftHead:
             features (`torch.FloatTensor` of shape `[..., rank]`, *optional*): From [`features`].
             top_k (`int`, *optional*): Correct the best logits alone and drop all others. A selector always does, with
                 its own number. A Markov head scores the whole vocabulary by default.
+            num_choices (`int`, defaults to 1): The number of choices that are needed. If it exceeds the number of
+                corrected candidates, the next best logits follow them.
 
         Returns:
             `tuple`: scores in fp32 of shape `[..., C]`, and the draft indices of these candidates in the order of
@@ -1115,13 +1117,16 @@ class DraftHead:
             if markov_head is not None and features is not None:
                 scores = scores + markov_head.scores(features).float()
             return scores, None
-        values, indices = top_candidates(logits, min(top_k, logits.shape[-1]))
+        values, indices = top_candidates(logits, min(max(top_k, num_choices), logits.shape[-1]))
         scores = values.float()
         if selector is not None and features is not None:
             candidates = self.embedded(indices) if selector.is_factored else indices
             scores = scores + selector.scores(features, candidates).float()
         elif markov_head is not None and features is not None:
             scores = scores + markov_head.scores(features, indices).float()
+        if top_k < indices.shape[-1]:
+            places = torch.arange(indices.shape[-1], device=scores.device)
+            scores = torch.where(places < top_k, scores, -1e30 * (1 + places))
         return scores, indices
 
     def confidence(self, previous_token_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor | None:
