@@ -52,9 +52,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         matrices = [parameter for name, parameter in trained.items() if is_matrix[name]]
         others = [parameter for name, parameter in trained.items() if not is_matrix[name]]
         self._muon = torch.optim.Muon(
-            matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+            [{"params": matrices}], lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
         )
-        self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=betas, eps=eps)
+        self._adamw = torch.optim.AdamW([{"params": others}], lr=lr, weight_decay=0.0, betas=betas, eps=eps)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {"lr": lr})
         self._link()
 

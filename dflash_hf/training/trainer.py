@@ -63,6 +63,7 @@ from .checks import (
     summarize_training,
     warn_of_dtypes,
 )
+from .draft_vocabulary import choose_draft_vocabulary
 from .metric_names import add_old_names, check_early_stopping, check_evaluation, own_metrics
 from .optimizer import TrainingClock, make_muon_with_adamw, schedule_factor
 from .resume import OptimizerValues, RunRecord, SchedulerValues, check_checkpoint, run_values
@@ -185,6 +186,8 @@ class DFlashTrainer(HubTrainer):
             **kwargs,
         )
         self.draft = model
+        if self.train_dataset is not None:
+            choose_draft_vocabulary(model, self.train_dataset)
         self._draft_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
         self.clock = TrainingClock(args.max_train_minutes)
         self.add_callback(self.clock)
