@@ -36,6 +36,16 @@ from dflash_hf.data.collator import DFlashCollator
 from dflash_hf.training.optimizer import MuonWithAdamW
 
 ROWS = 4
+# Fields of the drafts of scenarios whose names end like these.
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6},
+    "tables": {"selector_rank": 4, "selector_top_k": 6, "selector_factored": False, "attention_sinks": True},
+    "dspark": {
+        "sample_from_anchor": True, "markov_rank": 4, "markov_head_type": "rnn", "enable_confidence_head": True,
+        "confidence_head_with_markov": True, "learned_mask_embedding": True,
+    },
+    "vocabulary": {"draft_vocab_size": 40, "markov_rank": 4, "markov_head_type": "gated"},
+}  # fmt: skip
 FSDP = {
     "fsdp": True,
     "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": "DFlashDecoderLayer"},
@@ -232,10 +242,15 @@ def tensor_parallel_passes(out: Path, ranks: int) -> dict[str, Any]:
     }
 
 
-def tensor_parallel_trained(out: Path, ranks: int, **kwargs: Any) -> dict[str, Any]:
+def tensor_parallel_trained(out: Path, ranks: int, kind: str | None = None, **kwargs: Any) -> dict[str, Any]:
     """The ranks see the same rows: two rows a micro-batch, two micro-batches a step."""
     split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2} if ranks > 1 else {}
-    return trained(out, ranks, draft=tensor_parallel_draft(out, ranks), **split, **kwargs)
+    fields = {} if kind is None else KINDS[kind]
+    return trained(out, ranks, draft=tensor_parallel_draft(out, ranks, **fields), **split, **kwargs)
+
+
+def kind_trained(out: Path, ranks: int, kind: str, **kwargs: Any) -> dict[str, Any]:
+    return trained(out, ranks, draft=make_draft(make_target(), **KINDS[kind]), **kwargs)
 
 
 def with_fully_sharded_target(out: Path, ranks: int) -> dict[str, Any]:
@@ -299,6 +314,14 @@ SCENARIOS: dict[str, Callable[[Path, int], Any]] = {
         out, ranks, gradient_accumulation_steps=2 if ranks > 1 else 1, slot_weights="dpace"
     ),
     "ddp_bf16": lambda out, ranks: trained(out, ranks, bf16=True, learning_rate=0.1),
+    "ddp_dflash2": lambda out, ranks: kind_trained(out, ranks, "dflash2"),
+    "ddp_tables": lambda out, ranks: kind_trained(out, ranks, "tables"),
+    "ddp_dspark": lambda out, ranks: kind_trained(out, ranks, "dspark", l1_weight=0.9),
+    "ddp_vocabulary": lambda out, ranks: kind_trained(out, ranks, "vocabulary", slot_weights="dpace"),
+    "fsdp_dflash2": lambda out, ranks: kind_trained(out, ranks, "dflash2", **sharding(ranks)),
+    "fsdp_dspark": lambda out, ranks: kind_trained(out, ranks, "dspark", l1_weight=0.9, **sharding(ranks)),
+    "tensor_parallel_dflash2": lambda out, ranks: tensor_parallel_trained(out, ranks, "dflash2"),
+    "tensor_parallel_tables": lambda out, ranks: tensor_parallel_trained(out, ranks, "tables"),
     "ddp_resumed": lambda out, ranks: resumed(out, ranks, **ADAMW),
     "gradients": gradients,
     "fully_sharded_target": with_fully_sharded_target,

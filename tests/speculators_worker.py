@@ -34,10 +34,36 @@ def main(folder: str, inputs_file: str, outputs_file: str) -> None:
             position_embeddings=draft.rotary_emb(hidden_states, positions),
         )
     block_embeds = draft.embed_tokens(inputs["block_ids"])
-    logits = draft.lm_head(draft.norm(hidden_states))
-    save_file({"block_embeds": block_embeds.contiguous(), "logits": logits.contiguous()}, outputs_file)
+    hidden_states = draft.norm(hidden_states)
+    logits = draft.lm_head(hidden_states)
+    outputs = {"block_embeds": block_embeds, "logits": logits, "tokens": walk(draft, inputs, hidden_states, logits)}
+    save_file({name: value.contiguous() for name, value in outputs.items()}, outputs_file)
     names = ("block_size", "mask_token_id", "aux_hidden_state_layer_ids")
     print(json.dumps({"class": type(draft).__name__, **{name: getattr(draft.config, name) for name in names}}))
+
+
+def walk(draft, inputs, hidden_states, logits):
+    """Choose the tokens of the block with the heads of speculators, each after the one before."""
+    before, tokens = inputs["block_ids"][:, :1], []
+    first = 0 if draft.config.sample_from_anchor else 1
+    for slot in range(first, logits.shape[1]):
+        states, scores = hidden_states[:, slot : slot + 1], logits[:, slot : slot + 1]
+        if getattr(draft, "candidate_selector", None) is not None:
+            candidates, edges = draft.candidate_selector.select(scores, states, before)
+            chosen = candidates.gather(-1, edges.argmax(-1, keepdim=True))[..., 0]
+        elif getattr(draft, "markov_head", None) is not None:
+            # The bias of a slot depends on all tokens before it, so that a recurrent head runs over all of them.
+            path = torch.cat([inputs["block_ids"][:, :1], *tokens], dim=1)
+            states = hidden_states[:, first : slot + 1]
+            bias = draft.markov_head.block_bias(prev_token_ids=path, hidden_states=states)[:, -1:]
+            chosen = (scores + bias).argmax(-1)
+        else:
+            chosen = scores.argmax(-1)
+        if getattr(draft, "d2t", None) is not None:
+            chosen = chosen + draft.d2t[chosen]
+        tokens.append(chosen)
+        before = chosen
+    return torch.cat(tokens, dim=1)
 
 
 if __name__ == "__main__":

@@ -185,9 +185,11 @@ def test_a_wrong_target_and_another_method_are_explained(target, tmp_path):
     can_load, reasons = verdicts(folder, target=str(tmp_path / "other"))["dflash_hf"]
     assert not can_load
     assert "width 32 against 48" in reasons
-    other = write_checkpoint(tmp_path / "two", {**Z_LAB, "architectures": ["DFlash2DraftModel"]}, network())
+    other = write_checkpoint(tmp_path / "two", {**Z_LAB, "architectures": ["Gemma4DSparkModel"]}, network())
     assert who(other) == set()
-    assert verdicts(other)["dflash_hf"][1].startswith("The checkpoint is a DFlash 2 draft")
+    assert verdicts(other)["dflash_hf"][1].startswith(
+        "'Gemma4DSparkModel' in config.json is a draft whose layers differ"
+    )
 
 
 def test_the_layer_ids_of_a_muse_folder_are_where_both_runners_of_vllm_look(tmp_path):
@@ -256,3 +258,56 @@ def test_convert_says_what_is_missing_and_takes_it_from_set(run, target, tmp_pat
         assert code == 1
         assert len([line for line in err.splitlines() if line.startswith("Error:")]) == 1
         assert not (tmp_path / "again").exists()
+
+
+READ_BY = {
+    "DFlash 2": ({"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3}, {
+        "native": {"dflash_hf", "transformers"},
+        "serving": {"dflash_hf", "vllm", "dflash"},
+        "speculators": {"dflash_hf", "vllm", "speculators"},
+    }),
+    "DSpark": ({"sample_from_anchor": True, "markov_rank": 3, "enable_confidence_head": True}, {
+        "native": {"dflash_hf", "transformers", "vllm"},
+        "serving": {"dflash_hf", "vllm"},
+        "speculators": {"dflash_hf", "vllm", "speculators"},
+    }),
+    "DSpark, gated": ({"sample_from_anchor": True, "markov_rank": 3, "markov_head_type": "gated"}, {
+        "native": {"dflash_hf", "transformers"},
+        "serving": {"dflash_hf"},
+        "speculators": {"dflash_hf", "speculators"},
+    }),
+    "slots that start at the anchor": ({"sample_from_anchor": True}, {
+        "native": {"dflash_hf", "transformers"},
+        "serving": {"dflash_hf", "vllm"},
+        "speculators": {"dflash_hf", "speculators"},
+    }),
+    "reduced vocabulary": ({"draft_vocab_size": 40}, {
+        "native": {"dflash_hf", "transformers"},
+        "serving": {"dflash_hf", "vllm"},
+        "speculators": {"dflash_hf", "vllm", "speculators"},
+    }),
+    "mask vector": ({"learned_mask_embedding": True}, {
+        "native": {"dflash_hf", "transformers"},
+        "serving": {"dflash_hf", "vllm"},
+    }),
+    "both": ({"selector_rank": 3, "enable_confidence_head": True}, {"native": {"dflash_hf", "transformers"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READ_BY)
+def test_each_kind_is_read_by_those_who_have_its_parts(kind, tmp_path):
+    fields, layouts = READ_BY[kind]
+    target = make_target()
+    for layout, readers in layouts.items():
+        folder = save_in_layout(make_draft(target, **fields), tmp_path / f"{layout}-DFlash", layout)
+        found = check_checkpoint(folder, target=target)
+        assert {verdict.reader for verdict in found.verdicts if verdict.can_load} == readers, layout
+
+
+def test_a_served_kind_names_its_method_and_its_runner(tmp_path):
+    draft = make_draft(make_target(), sample_from_anchor=True, markov_rank=3)
+    folder = save_in_layout(draft, tmp_path / "served", "serving")
+    reasons = verdicts(folder)["vllm"][1]
+    assert '"method": "dspark"' in reasons
+    assert "second model runner" in reasons
+    assert "num_speculative_tokens of at most 4" in reasons

@@ -84,7 +84,12 @@ def test_export_and_import_of_a_kind_keep_every_bit(kind, layout, target, tmp_pa
     draft = randomised(target, **EXPORTED[kind])
     folder = save_in_layout(draft, tmp_path / "DFlash-export", layout, dtype=torch.float32)
     loaded = DFlashDraftModel.from_pretrained(folder, target=target)
-    assert loaded.state_dict().keys() == draft.state_dict().keys()
+    added = loaded.state_dict().keys() - draft.state_dict().keys()
+    if kind == "slots that start at the anchor" and layout == "serving":  # served by the class for DSpark
+        assert added == {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+        assert not any(loaded.state_dict()[name].any() for name in added)
+    else:
+        assert not added
     for name, value in draft.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     for name in ("sample_from_anchor", *EXPORTED[kind]):
@@ -99,7 +104,7 @@ def test_export_and_import_of_a_kind_keep_every_bit(kind, layout, target, tmp_pa
     [
         ("DFlash 2", "DFlash2DraftModel", {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}),
         ("DSpark", "Qwen3DSparkModel", {"markov_rank", "markov_head_type", "enable_confidence_head"}),
-        ("slots that start at the anchor", "DFlashDraftModel", {"sample_from_anchor"}),
+        ("slots that start at the anchor", "Qwen3DSparkModel", {"sample_from_anchor"}),
         ("reduced vocabulary", "DFlashDraftModel", set()),
     ],
 )

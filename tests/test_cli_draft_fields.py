@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import error_line
+from safetensors.torch import load_file
 
 from dflash_hf import DFlashConfig
 from dflash_hf.cli.draft_fields import draft_fields
@@ -27,6 +29,23 @@ SEED = {
 VALUES: dict[str, Any] = {
     **SEED,
     "attention_bias": True,
+    "attention_sinks": True,
+    "confidence_head_with_markov": True,
+    "conv_group_size": 8,
+    "conv_kernel_size": 2,
+    "draft_vocab_size": 200,
+    "enable_confidence_head": True,
+    "final_logit_softcapping": 30.0,
+    "last_layer_after_norm": True,
+    "learned_mask_embedding": True,
+    "markov_head_type": "gated",
+    "markov_rank": 4,
+    "output_multiplier": 0.5,
+    "sample_from_anchor": True,
+    "selector_embedding_scale": 0.25,
+    "selector_factored": True,
+    "selector_rank": 4,
+    "selector_top_k": 6,
     "attention_dropout": 0.25,
     "block_size": 6,
     "bos_token_id": 5,
@@ -134,6 +153,39 @@ def test_a_draft_configuration_file_is_trained_from_the_command_line(training, t
     config = DFlashConfig.from_pretrained(out)
     assert {name: getattr(config, name) for name in SEED} == SEED
     assert (config.block_size, config.head_dim, config.intermediate_size) == (16, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        (["--conv-kernel-size", 2, "--conv-group-size", 8, "--selector-rank", 4], {"selector_factored": True}),
+        (
+            ["--sample-from-anchor", "true", "--markov-rank", 4, "--enable-confidence-head", "true",
+             "--recipe", "dspark"],
+            {"markov_head_type": "vanilla", "enable_confidence_head": True},
+        ),
+        (["--draft-vocab-size", 60], {"draft_vocab_size": 60}),
+    ],
+)  # fmt: skip
+def test_other_kinds_of_drafts_are_trained_from_the_command_line(training, arguments, fields):
+    code, err, out = training("--draft-layers", 1, "--block-size", 4, *arguments)
+    assert code == 0, err
+    config = DFlashConfig.from_pretrained(out)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_a_part_is_added_to_a_draft_that_training_continues_from(training):
+    code, err, out = training("--draft-layers", 1, "--block-size", 4)
+    assert code == 0, err
+    code, err, new = training("--draft", out, "--selector-rank", 4, "--trained-part", "heads", out="new")
+    assert code == 0, err
+    assert DFlashConfig.from_pretrained(new).selector_rank == 4
+    before, after = (load_file(folder / "model.safetensors") for folder in (out, new))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert any(name.startswith("candidate_selector") for name in after)
+    code, err, _ = training("--draft", new, "--selector-rank", 8, out="other")
+    assert code != 0
+    assert "of another shape" in err
 
 
 @pytest.mark.parametrize(

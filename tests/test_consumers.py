@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import greedy, make_draft
+from conftest import greedy, make_draft, make_target
 from demo_runs import QUESTIONS, run_demo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MuseGlimmerAssistantModel
@@ -132,6 +133,92 @@ def test_speculators_computes_the_same_logits_from_its_layout(saved_target, tmp_
     with torch.no_grad():
         ours = draft.compute_logits(draft(**inputs).last_hidden_state)
     torch.testing.assert_close(ours, theirs["logits"], atol=1e-5, rtol=1e-5)
+
+
+KINDS_OF_SPECULATORS: dict[str, dict[str, Any]] = {
+    "DFlash2DraftModel": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6},
+    "DSparkDraftModel, vanilla": {"sample_from_anchor": True, "markov_rank": 4},
+    "DSparkDraftModel, gated": {"sample_from_anchor": True, "markov_rank": 4, "markov_head_type": "gated"},
+    "DSparkDraftModel, rnn": {"sample_from_anchor": True, "markov_rank": 4, "markov_head_type": "rnn"},
+    "DSparkDraftModel, DFlash slots": {"markov_rank": 4},
+    "DSparkDraftModel, confidence": {
+        "sample_from_anchor": True, "markov_rank": 4, "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "DSparkDraftModel, reduced vocabulary": {"sample_from_anchor": True, "markov_rank": 4, "draft_vocab_size": 100},
+    "DFlashDraftModel, reduced vocabulary": {"draft_vocab_size": 100},
+}  # fmt: skip
+
+
+def drafted_block(draft: DFlashDraftModel, hidden_states: torch.Tensor, anchor: int) -> list[int]:
+    """Choose the tokens of a block with our heads."""
+    head, before, state, tokens = draft.draft_head(), torch.tensor([anchor]), None, []
+    for place in range(1, draft.config.tokens_per_block):
+        features, state = head.features(before, hidden_states[:, place], state)
+        scores, candidates = head.correct(head.logits(hidden_states[:, place]), features)
+        choice = scores.argmax(-1, keepdim=True)
+        before = head.token_ids(choice if candidates is None else candidates.gather(-1, choice))[:, 0]
+        tokens.append(int(before))
+    return tokens
+
+
+@pytest.mark.consumers
+@pytest.mark.parametrize("kind", KINDS_OF_SPECULATORS)
+def test_speculators_chooses_the_same_tokens_from_its_layouts_of_dflash2_and_dspark(kind, saved_target, tmp_path):
+    interpreter = worker_interpreter("DFLASH_HF_SPECULATORS_PYTHON", "speculators")
+    target = AutoModelForCausalLM.from_pretrained(saved_target())
+    draft = make_draft(target, mask_token_id=270, target_layer_ids=[0, 2], **KINDS_OF_SPECULATORS[kind])
+    draft.config.target_name_or_path = target.config.name_or_path
+    for name, parameter in draft.named_parameters():
+        if name.startswith(("candidate_selector", "markov_head")):
+            torch.nn.init.normal_(parameter)
+    if draft.d2t is not None:
+        draft.set_draft_vocabulary(torch.arange(3, 203, 2))
+    save_in_layout(draft, tmp_path / "draft", "speculators")
+    torch.manual_seed(2)
+    block_ids = torch.tensor([[7, 270, 270, 270]])
+    inputs = {"noise_embeds": draft.embed_blocks(block_ids[:, :1]), "context_hidden_states": torch.randn(1, 9, 64)}
+    save_file({**inputs, "block_ids": block_ids}, tmp_path / "inputs.safetensors")
+    files = (tmp_path / "draft", tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors")
+    printed = run_worker(interpreter, "speculators_worker.py", *files)
+    assert json.loads(printed.splitlines()[-1])["class"] == kind.partition(",")[0]
+    theirs = load_file(tmp_path / "outputs.safetensors")
+    with torch.no_grad():
+        hidden_states = draft(**inputs).last_hidden_state
+        ours = draft.draft_head().logits(hidden_states[:, -theirs["logits"].shape[1] :])
+    torch.testing.assert_close(ours, theirs["logits"], atol=1e-5, rtol=1e-5)
+    assert theirs["tokens"][0].tolist() == drafted_block(draft, hidden_states, 7)
+    if draft.candidate_selector is not None or draft.markov_head is not None:
+        plain = draft.draft_head().logits(hidden_states[0, 1:]).argmax(-1)
+        assert theirs["tokens"][0].tolist() != draft.draft_head().token_ids(plain).tolist()
+
+
+@pytest.mark.consumers
+@pytest.mark.parametrize("is_factored", [True, False])
+def test_the_dflash_package_decodes_dflash2_in_the_passes_of_our_loop(is_factored, tmp_path, monkeypatch):
+    """Its last blocks are shorter, so that passes near the end of the text may differ."""
+    reference = pytest.importorskip("dflash.model", reason="the package dflash 0.1.0 is not installed")
+    monkeypatch.setattr(reference, "_cuda_time", time.perf_counter)  # its statistics wait for a GPU
+    target = make_target()
+    kind = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
+    draft = make_draft(target, **kind, selector_factored=is_factored)
+    for name, parameter in draft.named_parameters():
+        if name.startswith("candidate_selector"):
+            torch.nn.init.normal_(parameter)
+    folder = save_in_layout(draft, tmp_path / "tiny-DFlash2", "serving", dtype=torch.float32)
+    theirs, info = reference.DFlash2DraftModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    compared = 0
+    for seed in range(4):
+        prompt = torch.randint(1, 96, (1, 5), generator=torch.Generator().manual_seed(seed))
+        ours = speculative_generate(target, draft, prompt, do_sample=False, pad_token_id=0, max_new_tokens=24)
+        run = reference.dflash_generate(theirs.eval(), target, prompt, 24, None, return_stats=True)
+        assert torch.equal(run.output_ids, ours.sequences)
+        committed = ours.statistics.committed[0]
+        whole = next((i for i in range(len(committed)) if sum(committed[i:]) < 4), len(committed))
+        assert run.acceptance_lengths[:whole] == committed[:whole]
+        compared += whole
+    assert compared > 20
 
 
 @pytest.fixture(scope="module")

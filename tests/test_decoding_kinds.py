@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import reference
 import torch
@@ -9,6 +11,7 @@ from conftest import make_draft, make_target
 from decoding_pairs import make_family, ragged_prompts
 from test_model_heads import KINDS
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from dflash_hf import DFlashConfig, speculative_generate
 from dflash_hf.decoding.reference import reference_generate
@@ -310,13 +313,19 @@ def test_blocks_that_sample_from_the_anchor_verify_one_token_more(block_size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loop_of_transformers_writes_the_text_of_plain_generation(kind):
+def test_the_loop_of_transformers_writes_the_text_of_plain_generation(kind, caplog):
     target = make_target()
     draft = make_kind(target, kind)
     inputs = ragged_prompts(1, seed=4)
     plain = target.generate(**inputs, **GREEDY, max_new_tokens=13)
-    drafted = target.generate(**inputs, **GREEDY, max_new_tokens=13, assistant_model=draft, speculation_type="dflash")
+    transformers_logging.warning_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        drafted = target.generate(
+            **inputs, **GREEDY, max_new_tokens=13, assistant_model=draft, speculation_type="dflash"
+        )
     assert torch.equal(drafted, plain)
+    has_head = draft.candidate_selector is not None or draft.markov_head is not None
+    assert ("without its selector or Markov head" in caplog.text) == has_head
 
 
 def test_slots_that_start_at_the_anchor_are_not_one_off_in_the_loop_of_transformers(monkeypatch):

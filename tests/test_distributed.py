@@ -14,7 +14,7 @@ import torch
 from accelerate import ParallelismConfig
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import make_draft, make_target
-from distributed_worker import SCENARIOS
+from distributed_worker import KINDS, SCENARIOS
 from safetensors.torch import load_file
 from training_runs import make_trainer, rows_of, weights
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -76,6 +76,8 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
         )
 
 
+# The kernels of a convolution multiply states that tensor parallelism sums in another order, so that rounding grows.
+TOLERANCES = {"tensor_parallel_dflash2": (1e-5, 5e-5)}
 EXACT = {
     "ddp": "DistributedDataParallel",
     "ddp_accumulated": "DistributedDataParallel",
@@ -84,6 +86,14 @@ EXACT = {
     "tensor_parallel": "DFlashDraftModel",
     "tensor_parallel_target": "DFlashDraftModel",
     "fully_sharded_target": "DistributedDataParallel",
+    "ddp_dflash2": "DistributedDataParallel",
+    "ddp_tables": "DistributedDataParallel",
+    "ddp_dspark": "DistributedDataParallel",
+    "ddp_vocabulary": "DistributedDataParallel",
+    "fsdp_dflash2": "FSDPDFlashDraftModel",
+    "fsdp_dspark": "FSDPDFlashDraftModel",
+    "tensor_parallel_dflash2": "DFlashDraftModel",
+    "tensor_parallel_tables": "DFlashDraftModel",
 }
 
 
@@ -93,8 +103,9 @@ def test_training_on_two_ranks_equals_one_process(ranks, single, name):
     """Cases 9, 21, 25: three steps of SGD at rate 1, so that weights differ by no more than gradients."""
     ours, theirs = ranks[name], single(name)
     assert ours["wrapper"] == EXACT[name]
-    assert_close(ours["weights"], theirs["weights"], atol=2e-6)
-    initial = dict(make_draft(make_target()).named_parameters())
+    assert_close(ours["weights"], theirs["weights"], atol=TOLERANCES.get(name, (2e-6, 0))[0])
+    fields = KINDS.get(name.rpartition("_")[2], {})
+    initial = dict(make_draft(make_target(), **fields).named_parameters())
     assert ours["weights"].keys() == initial.keys()
     assert all(not torch.allclose(value, initial[key], atol=1e-4) for key, value in ours["weights"].items())
 
@@ -105,7 +116,7 @@ def test_what_is_logged_is_of_all_ranks_together(ranks, single, name):
     ours, theirs = ranks[name]["logs"], single(name)["logs"]
     assert len(ours) == 3
     for entry, expected in zip(ours, theirs, strict=True):
-        assert entry == pytest.approx(expected, rel=1e-5)
+        assert entry == pytest.approx(expected, rel=TOLERANCES.get(name, (0, 1e-5))[1])
     assert len({entry["acceptance_length"] for entry in theirs}) > 1
 
 

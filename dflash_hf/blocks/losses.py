@@ -245,8 +245,8 @@ def selector_loss(scores: torch.Tensor, candidates: torch.Tensor, labels: torch.
     ```
     """
     is_label = candidates == labels[:, None]
-    log_probabilities = scores.float().log_softmax(-1)
-    return -log_probabilities.masked_fill(~is_label, 0).sum(-1)
+    losses = -scores.float().log_softmax(-1)
+    return losses.masked_fill(~is_label, 0).sum(-1)
 
 
 def slot_loss(

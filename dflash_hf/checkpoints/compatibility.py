@@ -20,6 +20,7 @@ from ..model.modeling_dflash import DRAFT_LOOK_UP, DFlashDraftModel
 from .io import checkpoint_folder, read_json, tensor_shapes
 from .read_layouts import MODULE_NAMES, TARGET_TENSORS, layout_of, native_tensor_name
 from .vllm_plugin import NativeDraftConfig
+from .write_layouts import is_dflash2, is_dspark
 
 READERS = {
     "dflash_hf": "this package",
@@ -29,6 +30,10 @@ READERS = {
     "dflash": "dflash 0.1.0",
     "speculators": "speculators 0.9",
 }
+
+
+# The classes of vLLM for drafts with layers of Qwen3.
+VLLM_CLASSES = ("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel")
 
 
 @dataclass(frozen=True)
@@ -215,15 +220,14 @@ def _vllm_refuses(files: _Files) -> Iterator[str]:
         except ValueError as error:
             yield f"cannot translate config.json ({error}), so run {_converts(files, 'serving')}"
     name = next(iter(files.raw.get("architectures") or [""]))
-    if files.layout == "serving" and name != "DFlashDraftModel":
-        yield f"knows only DFlashDraftModel, not architectures={[name]}"
+    if files.layout == "serving" and name not in VLLM_CLASSES:
+        yield f"knows {', '.join(VLLM_CLASSES)} and not architectures={[name]}, so run {_converts(files, 'serving')}"
+    yield from _vllm_refuses_parts(files)
     if files.layout == "serving" and not files.nested.get("target_layer_ids"):
         yield "reads target_layer_ids only from dflash_config, and chooses other layers if they are missing"
-    if files.config is not None and files.config.input_embedding_scale not in (None, 1.0):
-        yield (
-            f"embeds the slots without the target's factor, {files.config.input_embedding_scale:g}, so that few "
-            "tokens would be accepted"
-        )
+    scale = None if files.config is None else files.config.input_embedding_scale
+    if scale not in (None, 1.0) and name != "DFlash2DraftModel":
+        yield (f"embeds the slots without the target's factor, {scale:g}, so that few tokens would be accepted")
     if files.layout == "speculators" and len(set(files.causal_by_type.values())) > 1:
         yield f"reads one causality for all layers from this layout, so run {_converts(files, 'serving')}"
     if files.layout == "speculators" and files.config is not None:
@@ -234,6 +238,30 @@ def _vllm_refuses(files: _Files) -> Iterator[str]:
                 f"would run every layer with causal={served} because of sliding_window_non_causal, but "
                 f"{_converts(files, 'speculators')} adds is_causal"
             )
+
+
+def _vllm_refuses_parts(files: _Files) -> Iterator[str]:
+    """Yield which parts of the draft vLLM does not run, or does not find in this layout."""
+    config = files.config
+    if config is None:
+        return
+    if config.markov_head_type not in (None, "vanilla"):
+        yield f"runs the vanilla Markov head alone, not markov_head_type={config.markov_head_type!r}"
+    if is_dflash2(config) and is_dspark(config):
+        yield "has no class for a draft with parts of DFlash 2 and of DSpark"
+    if files.layout == "speculators" and config.sample_from_anchor and not is_dspark(config):
+        yield f"refuses sample_from_anchor in this class, so run {_converts(files, 'serving')}"
+    if files.layout == "native":
+        unread = {
+            "selector_factored": config.selector_factored,
+            "conv_kernel_size without selector_rank": is_dflash2(config) and config.selector_rank is None,
+            "selector_rank without conv_kernel_size": is_dflash2(config) and config.conv_kernel_size is None,
+            "draft_vocab_size": config.draft_vocab_size is not None,
+            "learned_mask_embedding": config.learned_mask_embedding,
+            "sample_from_anchor without a Markov head": config.sample_from_anchor and config.markov_rank is None,
+        }
+        if parts := [name for name, is_set in unread.items() if is_set]:
+            yield f"does not find the tensors of {', '.join(parts)}, so run {_converts(files, 'serving')}"
 
 
 def _sglang_refuses(files: _Files) -> Iterator[str]:
@@ -247,6 +275,10 @@ def _sglang_refuses(files: _Files) -> Iterator[str]:
     name = next(iter(files.raw.get("architectures") or [""]))
     if name not in ("DFlashDraftModel", "MuseGlimmerAssistantModel") and files.layout != "native":
         yield f"knows only DFlashDraftModel, not architectures={[name]}"
+    if files.config is not None and (files.config.sample_from_anchor or files.config.draft_vocab_size is not None):
+        yield "runs neither slots that start at the anchor nor reduced vocabularies in this class"
+    if files.config is not None and (files.config.learned_mask_embedding or files.config.attention_sinks):
+        yield "reads neither mask vectors nor attention sinks"
     depth = files.nested.get("num_target_layers", files.raw.get("num_target_layers"))
     ids = (files.config.target_layer_ids if files.config else None) or [0]
     if depth is not None and max(ids) >= depth and files.layout != "native":
@@ -258,11 +290,19 @@ def _reference_refuses(files: _Files) -> Iterator[str]:
     if files.layout in ("speculators", "muse"):
         yield f"does not read this layout, so run {_converts(files, 'serving')}"
         return
+    config = files.config
+    if config is not None and (is_dspark(config) or config.sample_from_anchor):
+        yield "has no DSpark"
+    if config is not None and (config.draft_vocab_size is not None or config.learned_mask_embedding):
+        yield "reads neither reduced vocabularies nor mask vectors"
+    if config is not None and config.attention_sinks:
+        yield "has no attention sinks"
+    if config is not None and config.selector_factored:
+        yield f"reads a selector as tables, so run {_converts(files, 'serving')}"
     if files.raw.get("num_target_layers") is None:
         yield "needs num_target_layers"
     if "dflash_config" in files.raw and files.raw["dflash_config"] is None:
         yield "fails on dflash_config: null"
-    config = files.config
     scale = None if config is None else config.input_embedding_scale
     if scale is not None and scale != files.nested.get("input_embedding_scale", 1.0):
         yield f"needs dflash_config.input_embedding_scale={scale:g}, so run {_converts(files, 'serving')}"
@@ -282,6 +322,8 @@ def _speculators_refuses(files: _Files) -> Iterator[str]:
         yield f"does not read this layout, so run {_converts(files, 'speculators')}"
     elif files.causal_by_type.get("full_attention"):
         yield "runs full layers without causality inside the block"
+    elif files.config is not None and files.config.attention_sinks:
+        yield "has no attention sinks"
 
 
 def _conditions(files: _Files, reader: str) -> Iterator[str]:
@@ -292,13 +334,19 @@ def _conditions(files: _Files, reader: str) -> Iterator[str]:
     if reader == "transformers" and files.layout == "native":
         yield "needs trust_remote_code=True"
     is_mixed = len(set(config.layer_types or [])) > 1
+    if reader == "transformers" and (config.selector_rank is not None or config.markov_rank is not None):
+        yield "proposes without the selector or Markov head in its own loop, so that it accepts less than this package"
     if reader == "vllm":
+        if is_dflash2(config) or is_dspark(config):
+            yield "needs its second model runner (on a GPU) for DFlash 2 and DSpark"
+        if is_dspark(config):
+            yield 'needs "method": "dspark" in --speculative-config'
         if files.layout == "native":
             yield (
                 "needs this package in its environment (pip install --no-deps), because it has no model type 'dflash' "
                 f"of its own, or else {_converts(files, 'serving')}"
             )
-        if "dflash" not in files.name.lower():
+        if "dflash" not in files.name.lower() and not is_dspark(config):
             yield 'needs "method": "dflash" in --speculative-config, because the path does not contain "dflash"'
         if is_mixed:
             yield "needs its second model runner (on a GPU) for layers of both types"

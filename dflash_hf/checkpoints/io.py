@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from .read_layouts import (
     native_tensor_name,
     native_values,
 )
-from .write_layouts import is_dflash2, layout_config, layout_tensor_name
+from .write_layouts import is_dflash2, is_served_as_dspark, layout_config, layout_tensor_name
 
 logger = logging.get_logger(__name__)
 
@@ -326,7 +326,7 @@ def read_mask_file(path: Path, config: DFlashConfig) -> torch.Tensor:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise OSError(
             f"{str(path)!r} cannot be read as tensors ({(str(error) or type(error).__name__).splitlines()[0]}). "
             "Download it again."
@@ -497,6 +497,9 @@ def exported_tensors(draft: DFlashDraftModel, layout: str) -> dict[str, torch.Te
             for part in ("attention_conv", "mlp_conv"):
                 tensors[f"layers.{index}.{part}.base_kernel"] = torch.ones(2, 1, config.hidden_size)
                 tensors[f"layers.{index}.{part}.kernel_projection.weight"] = torch.zeros(2, config.hidden_size)
+    if layout == "serving" and is_served_as_dspark(config) and config.markov_rank is None:
+        tensors["markov_head.markov_w1.weight"] = torch.zeros(config.vocab_size, 1)
+        tensors["markov_head.markov_w2.weight"] = torch.zeros(config.draft_vocab_size or config.vocab_size, 1)
     if draft.d2t is not None:
         vocabulary = draft.draft_vocabulary()
         weight = plain_weight(draft.draft_head().head)

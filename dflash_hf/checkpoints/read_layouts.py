@@ -80,7 +80,7 @@ NESTED_FIELDS = (
 )
 NESTED_LAYER_KEYS = ("causal", "causal_head", "use_swa", "swa_window_size")
 # Keys of other producers that matter in training alone, or that repeat what the other keys say.
-NESTED_BOOKKEEPING = ("projector_type", "use_confidence_head")
+NESTED_BOOKKEEPING = ("projector_type", "use_confidence_head", "attention_sink_bias")
 # The methods that are implemented, as `projector_type` names them.
 PROJECTOR_TYPES = (None, "dflash", "dflash2", "dspark")
 # Objects in which producers nest the keys of the method.
@@ -177,6 +177,12 @@ def _refuse_other_kinds(raw: Mapping[str, Any]) -> None:
                 f"{brief(name)} in config.json is a draft whose layers differ from those of Qwen3, which are the ones "
                 "implemented here. Use a draft with layers of Qwen3."
             )
+    factor = _nested(raw).get("attention_value_scale")
+    if factor not in (None, 1, 1.0):
+        raise ValueError(
+            f"dflash_config['attention_value_scale']={brief(factor)} in config.json scales the values of the "
+            "attention, which is not implemented. Use a draft without it."
+        )
     for values in (raw, inner):
         if values.get("kv_lora_rank") is not None:
             raise ValueError(

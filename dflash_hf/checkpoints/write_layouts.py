@@ -5,28 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..model.configuration_dflash import DFlashConfig
+from ..model.configuration_dflash import PART_FIELDS, DFlashConfig
 from .read_layouts import BOOKKEEPING, SHARED_FIELDS, muse_window
-
-# Fields of the parts that a draft may have beyond the first DFlash.
-METHOD_FIELDS = (
-    "sample_from_anchor",
-    "conv_kernel_size",
-    "conv_group_size",
-    "attention_sinks",
-    "selector_rank",
-    "selector_top_k",
-    "selector_factored",
-    "selector_embedding_scale",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "draft_vocab_size",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "learned_mask_embedding",
-)
 
 
 def layout_config(config: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
@@ -64,7 +44,7 @@ def _kept(config: DFlashConfig, *expressed: str) -> dict[str, Any]:
     bookkeeping = {
         *BOOKKEEPING,
         *SHARED_FIELDS,
-        *METHOD_FIELDS,
+        *PART_FIELDS,
         *expressed,
         "dtype",
         "rope_parameters",
@@ -82,7 +62,7 @@ def _kept(config: DFlashConfig, *expressed: str) -> dict[str, Any]:
 
 def _method(config: DFlashConfig) -> dict[str, Any]:
     """Return the fields of the draft's parts that are set, as published files name them."""
-    values = {name: getattr(config, name) for name in METHOD_FIELDS}
+    values = {name: getattr(config, name) for name in PART_FIELDS}
     values["enable_confidence_head"] = config.enable_confidence_head or None
     values["confidence_head_with_markov"] = config.confidence_head_with_markov or None
     values["sample_from_anchor"] = config.sample_from_anchor or None
@@ -104,6 +84,11 @@ def is_dflash2(config: DFlashConfig) -> bool:
 def is_dspark(config: DFlashConfig) -> bool:
     """Tell whether a draft has a head of DSpark."""
     return config.markov_rank is not None or config.enable_confidence_head
+
+
+def is_served_as_dspark(config: DFlashConfig) -> bool:
+    """Tell whether servers run a draft in their class for DSpark, the only one whose slots start at the anchor."""
+    return is_dspark(config) or (config.sample_from_anchor and not is_dflash2(config))
 
 
 def _refuse_mixed(config: DFlashConfig, layout: str) -> None:
@@ -139,17 +124,20 @@ def _to_serving(config: DFlashConfig) -> dict[str, Any]:
     top: dict[str, Any] = {} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}
     if is_dflash2(config):
         architecture = "DFlash2DraftModel"
-    elif is_dspark(config):  # vLLM reads these keys at the top level
+    elif is_served_as_dspark(config):  # vLLM reads these keys at the top level
         architecture = "Qwen3DSparkModel"
         drafting["projector_type"] = "dspark"
         top |= {
             **method,
-            "markov_rank": config.markov_rank or 0,
+            "markov_rank": config.markov_rank or 1,
+            "markov_head_type": config.markov_head_type or "vanilla",
             "sample_from_anchor": config.sample_from_anchor,
             "dspark_bonus_anchor": not config.sample_from_anchor,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids or []),
         }
+    if config.attention_sinks:
+        drafting["attention_sink_bias"] = True
     if config.input_embedding_scale is not None:
         drafting["input_embedding_scale"] = config.input_embedding_scale
     written = {

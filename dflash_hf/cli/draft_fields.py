@@ -15,6 +15,22 @@ if TYPE_CHECKING:
 ARGUMENT_NAMES = {"num_hidden_layers": "draft_layers"}
 
 
+# Fields that add a part to a draft, which may also be one that training continues from.
+FIELDS_OF_PARTS = (
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "selector_factored",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "draft_vocab_size",
+    "learned_mask_embedding",
+)
+
+
 @dataclass
 class DraftFieldArguments:
     """Arguments that set fields of the configuration of a new draft. Those that are unset are derived."""
@@ -90,6 +106,71 @@ class DraftFieldArguments:
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Chat-template arguments of the rows, as a JSON object. By default those of the rows."},
+    )
+    sample_from_anchor: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether slot k predicts the token k + 1 places after the anchor, as in DSpark, true or false. By "
+            "default it predicts the token k places after it."
+        },
+    )
+    conv_kernel_size: int | None = field(
+        default=None,
+        metadata={"help": "Taps of the convolutions of DFlash 2, usually 2. By default there are none."},
+    )
+    conv_group_size: int | None = field(
+        default=None, metadata={"help": "Channels that share a part of a kernel. By default 16."}
+    )
+    attention_sinks: bool | None = field(
+        default=None, metadata={"help": "Whether every head has a logit that belongs to no token, true or false."}
+    )
+    selector_rank: int | None = field(
+        default=None, metadata={"help": "Rank of the selector of DFlash 2, such as 64. By default there is none."}
+    )
+    selector_top_k: int | None = field(
+        default=None, metadata={"help": "Candidates of a slot for the selector. By default 16."}
+    )
+    selector_factored: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the selector computes its tables from the target's embedding, true or false. By default "
+            "true for a new selector."
+        },
+    )
+    selector_embedding_scale: float | None = field(
+        default=None, metadata={"help": "Factor of that embedding. By default one over its mean norm."}
+    )
+    markov_rank: int | None = field(
+        default=None, metadata={"help": "Rank of the Markov head of DSpark, such as 256. By default there is none."}
+    )
+    markov_head_type: str | None = field(
+        default=None, metadata={"help": "Type of the Markov head: vanilla, gated or rnn. By default vanilla."}
+    )
+    enable_confidence_head: bool | None = field(
+        default=None, metadata={"help": "Whether a head predicts whether each token is accepted, true or false."}
+    )
+    confidence_head_with_markov: bool | None = field(
+        default=None, metadata={"help": "Whether that head reads the Markov head's embedding, too, true or false."}
+    )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of tokens that the draft can propose. By default all. They are the most frequent ones in "
+            "the training responses."
+        },
+    )
+    learned_mask_embedding: bool | None = field(
+        default=None, metadata={"help": "Whether a vector of the draft's own fills the masked slots, true or false."}
+    )
+    output_multiplier: float | None = field(
+        default=None, metadata={"help": "Factor of the logits before a selector or a Markov head. By default 1."}
+    )
+    final_logit_softcapping: float | None = field(
+        default=None, metadata={"help": "Cap of the logits before a selector or a Markov head. By default none."}
+    )
+    last_layer_after_norm: bool | None = field(
+        default=None,
+        metadata={"help": "Whether the last layer may be read, by its state after the final norm, true or false."},
     )
     hidden_size: int | None = field(
         default=None, metadata={"help": "Width of the draft, which must be that of the target."}

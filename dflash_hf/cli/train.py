@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..training.block_arguments import BlockTrainingArguments
 from .command import Command
-from .draft_fields import DraftFieldArguments, as_arguments, check_fields_of_draft, draft_fields
+from .draft_fields import FIELDS_OF_PARTS, DraftFieldArguments, as_arguments, check_fields_of_draft, draft_fields
 
 if TYPE_CHECKING:
     import datasets
@@ -221,7 +221,8 @@ def train(context: typer.Context) -> None:
     given = draft_fields(pair)
     target, tokenizer = load_target(pair.target, pair.target_dtype, revision=given.get("target_revision"))
     if pair.draft is not None:
-        draft = DFlashDraftModel.from_pretrained(pair.draft, dtype="float32", target=target)
+        parts = {name: given[name] for name in FIELDS_OF_PARTS if given.get(name)}
+        draft = DFlashDraftModel.from_pretrained(pair.draft, dtype="float32", target=target, **parts)
         check_fields_of_draft(given, draft.config, pair.draft)
     else:
         set_seed(args.seed)

@@ -64,6 +64,26 @@ NUMBER_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
 }
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+# Fields of the parts that a draft may have beyond the first DFlash. Those that are unset are not saved.
+PART_FIELDS = (
+    "sample_from_anchor",
+    "conv_kernel_size",
+    "conv_group_size",
+    "attention_sinks",
+    "selector_rank",
+    "selector_top_k",
+    "selector_factored",
+    "selector_embedding_scale",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "draft_vocab_size",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "learned_mask_embedding",
+    "last_layer_after_norm",
+)
 # Names of the number of residual streams in the configurations of targets.
 STREAM_COUNTS = ("altup_num_inputs", "hc_mult", "hc_count")
 # The values that describe a draft and no other model, by one of which a file without a model type is recognised.
@@ -479,6 +499,11 @@ class DFlashConfig(PreTrainedConfig):
         """Return the fields of a draft's configuration that a caller may set."""
         names = {field.name for field in dataclasses.fields(cls)} | {"rope_theta"}
         return names - PreTrainedConfig.__dataclass_fields__.keys()
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return the values to save as `PreTrainedConfig` does, without the fields of parts that the draft lacks."""
+        values = super().to_diff_dict().items()
+        return {name: value for name, value in values if name not in PART_FIELDS or value not in (None, False)}
 
     @property
     def rope_theta(self) -> float:

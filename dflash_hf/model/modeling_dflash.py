@@ -748,6 +748,11 @@ class DFlashBody(PreTrainedModel):
         if self.config.sample_from_anchor:
             blocks = hidden_states.unflatten(1, (-1, num_slots))
             hidden_states = nn.functional.pad(blocks, (0, 0, 1, 0)).flatten(1, 2)
+        if isinstance(cache, DFlashCache) and (self.candidate_selector or self.markov_head) is not None:
+            logger.warning_once(
+                "The loop of transformers proposes the tokens of this draft without its selector or Markov head, so "
+                "that fewer are accepted. The text is the same. dflash_hf.speculative_generate uses the head."
+            )
         head_output = None if head_function is None else head_function(hidden_states)
         return DFlashOutput(last_hidden_state=hidden_states, cache=cache, head_output=head_output)
 
