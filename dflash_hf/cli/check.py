@@ -27,7 +27,8 @@ def check(
         config = report.config
         depth = "?" if config.target_num_hidden_layers is None else config.target_num_hidden_layers
         console.print(
-            f"{draft}: {report.layout} layout, {report.num_parameters / 1e6:.1f} M values, {config.num_hidden_layers} "
+            f"{draft}: {config.kind}, {report.layout} layout, {report.num_parameters / 1e6:.1f} M values, "
+            f"{config.num_hidden_layers} "
             f"layers, block {config.block_size}, target layers {config.target_layer_ids} of {depth}, mask token "
             f"{config.mask_token_id}, target {config.target_name_or_path or 'not named'}",
             markup=False,

@@ -150,14 +150,13 @@ class Drafter:
         ).last_hidden_state
         self.pending, self.context_lengths = [], anchors
         # The draft runs all slots, as in training. The head, which costs more, runs the slots in use alone.
-        hidden_states = hidden_states.to(sequences.device)
-        is_finite, used = hidden_states.isfinite().all(), hidden_states[:, 1 : tree.num_slots].contiguous()
-        logits = self.head.logits(used).to(sequences.device)
+        used = hidden_states[:, 1 : tree.num_slots].contiguous()
+        logits = self.head.logits(used)
         if self.head.is_corrected:
-            token_ids, scores = self._walk(logits, used, tree)
+            token_ids, scores = self._walk(logits.to(device), used, tree)
         else:
-            token_ids, scores = self._choose(logits, tree)
-        proposal = Proposal(token_ids, tree, scores, is_finite)
+            token_ids, scores = self._choose(logits.to(sequences.device), tree)
+        proposal = Proposal(token_ids, tree, scores, hidden_states.isfinite().all())
         threshold = self.confidence_threshold
         return proposal if threshold is None else self._truncate(proposal, used, threshold)
 
@@ -188,18 +187,18 @@ class Drafter:
 
         Returns the tokens, and the scores that they were sampled from.
         """
-        tokens = logits.new_zeros(len(logits), tree.num_nodes, dtype=torch.long)
+        tokens = self.sequences.tokens.new_zeros(len(logits), tree.num_nodes)
         tokens[:, :1] = self.sequences.anchor_tokens()
         states, sampled_from = None, []
         for slot, level in enumerate(tree.levels):
-            before = tokens[:, level.parents]
+            before = tokens[:, level.parents].to(logits.device)
             slot_states = hidden_states[:, slot, None].expand(-1, len(level.parents), -1)
-            features, state = self.head.features(
-                before, slot_states, None if states is None else states[:, level.parents]
-            )
+            state = None if states is None else states[:, level.parents].to(logits.device)
+            features, state = self.head.features(before, slot_states, state)
             scores, indices = self.head.correct(
                 logits[:, slot, None], features, top_k=self.markov_top_k, num_choices=level.num_ranks
             )
+            scores, indices = scores.to(tokens.device), None if indices is None else indices.to(tokens.device)
             if self.sample_proposals:
                 scores = self._sampling_scores(scores, indices)
                 sampled_from.append(scores)
@@ -212,6 +211,7 @@ class Drafter:
                     choices = indices.expand(*scores.shape).gather(-1, choices)
                 tokens[:, level.nodes] = self.head.token_ids(choices[:, level.parent_indices, level.ranks])
             if state is not None:
+                state = state.to(tokens.device)
                 states = state.new_zeros(*tokens.shape, state.shape[-1]) if states is None else states
                 states[:, level.nodes] = state[:, level.parent_indices]
         return tokens[:, 1:], torch.cat(sampled_from, dim=1) if sampled_from else None
@@ -241,6 +241,7 @@ class Drafter:
     def _truncate(self, proposal: Proposal, hidden_states: torch.Tensor, threshold: float) -> Proposal:
         """Drop the tokens from the first one on in which the draft has too little confidence in every sequence."""
         before = torch.cat([self.sequences.anchor_tokens(), proposal.token_ids[:, :-1]], dim=1)
+        before = before.to(hidden_states.device)
         confidence = self.head.confidence(before, hidden_states)
         if confidence is None:
             return proposal

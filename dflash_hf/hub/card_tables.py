@@ -151,6 +151,7 @@ def draft_rows(card: DraftCard) -> Rows:
         ("target revision", config.target_revision),
         ("chat template", card.has_chat_template),
         ("chat-template arguments", format_arguments(card.chat_template_kwargs)),
+        *([] if config.kind == "DFlash" else [("kind", config.kind)]),
         ("block size", config.block_size),
         ("target layers read", f"{config.target_layer_ids} of {config.target_num_hidden_layers}, counted from 0"),
         ("mask token", f"{config.mask_token_id}{mask_token}"),

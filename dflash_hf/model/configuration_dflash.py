@@ -515,6 +515,28 @@ class DFlashConfig(PreTrainedConfig):
         """`int`: number of tokens of a block, which are the anchor and the tokens that its slots predict."""
         return self.block_size + 1 if self.sample_from_anchor else self.block_size
 
+    @property
+    def kind(self) -> str:
+        """`str`: the method and the parts of the draft, for summaries and cards."""
+        parts = []
+        if self.conv_kernel_size is not None:
+            parts.append(f"convolutions of {self.conv_kernel_size} taps")
+        if self.selector_rank is not None:
+            parts.append(f"a selector of rank {self.selector_rank} over {self.selector_top_k} candidates")
+        if self.markov_rank is not None:
+            parts.append(f"a {self.markov_head_type} Markov head of rank {self.markov_rank}")
+        if self.enable_confidence_head:
+            parts.append("a confidence head")
+        if self.sample_from_anchor:
+            parts.append("slots that start at the anchor")
+        if self.draft_vocab_size is not None:
+            parts.append(f"{self.draft_vocab_size:,} of {self.vocab_size:,} tokens")
+        if self.learned_mask_embedding:
+            parts.append("a mask vector of its own")
+        if self.attention_sinks:
+            parts.append("attention sinks")
+        return f"DFlash with {', '.join(parts)}" if parts else "DFlash"
+
     def in_block_causal(self, layer_index: int) -> bool:
         """Tell whether a slot of this layer sees only itself and the slots before it."""
         if self.is_causal is not None:

@@ -960,7 +960,7 @@ def apply_head(head: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 # The reduced form of heads that were used last: (identity of the weight, tokens, reduced head).
-_reduced_heads: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], torch.Tensor, nn.Module]] = WeakKeyDictionary()
+_reduced_heads: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], torch.Tensor, nn.Module]] = WeakKeyDictionary()
 
 
 def reduced_head(head: nn.Module, token_ids: torch.Tensor) -> nn.Module:
@@ -978,15 +978,15 @@ def reduced_head(head: nn.Module, token_ids: torch.Tensor) -> nn.Module:
     weight = plain_weight(head)
     if type(head) is not nn.Linear or weight is None or type(weight.data) is not torch.Tensor or weight.is_meta:
         return _SelectedLogits(head, token_ids)
-    known = _reduced_heads.get(head)
-    if known is not None and known[0] == (id(weight), weight._version) and torch.equal(known[1], token_ids):
+    known, identity = _reduced_heads.get(head), (weight.data_ptr(), weight._version, weight.dtype, weight.device)
+    if known is not None and known[0] == identity and torch.equal(known[1].to(token_ids), token_ids):
         return known[2]
     rows = token_ids.to(weight.device)
     reduced = nn.Linear(weight.shape[1], len(token_ids), bias=head.bias is not None, device="meta")
     reduced.weight = nn.Parameter(weight.detach()[rows], requires_grad=False)
     if head.bias is not None:
         reduced.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
-    _reduced_heads[head] = ((id(weight), weight._version), token_ids, reduced)
+    _reduced_heads[head] = (identity, token_ids, reduced)
     return reduced
 
 

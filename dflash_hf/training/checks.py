@@ -271,7 +271,7 @@ def summarize_training(
     weights = args.slot_weights if args.loss_decay is None else f"{args.slot_weights} ({args.loss_decay:g})"
     return TrainingSummary(
         target=f"{describe_target(target)}, {_describe_weights(target)}, on {target.device}",
-        draft=f"{_describe_weights(draft)}, {config.num_hidden_layers} layers",
+        draft=f"{config.kind}, {_describe_weights(draft)}, {config.num_hidden_layers} layers",
         block=f"{config.block_size} slots, target layers {config.target_layer_ids} of "
         f"{config.target_num_hidden_layers}, mask token {_describe_token(config, tokenizer)}",
         data=data,
