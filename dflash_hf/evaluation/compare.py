@@ -206,8 +206,8 @@ def generated_acceptance_length(
     """
     Generate greedily from the prompts of rows, and return the acceptance length.
 
-    The loop is that of transformers, or that of this package where the target's generation config has an entry of
-    which the former makes another text than plain generation.
+    The loop is that of transformers, or that of this package where the draft has a selector or a Markov head, or where
+    the target's generation config has an entry of which the former makes another text than plain generation.
 
     Args:
         target (`PreTrainedModel`), draft ([`DFlashDraftModel`]): the pair.
@@ -220,13 +220,13 @@ def generated_acceptance_length(
     Returns:
         `float`, or `None` if no pass had a draft.
     """
-    loop = _measured_loop(target)
     draft, acceptance = local_draft(draft), AcceptanceRecord()
+    loop = _measured_loop(target, draft)
     for row in rows:
         if not any(row["supervised_mask"]):
             continue
         prompt_length = max(list(row["supervised_mask"]).index(True), 1)
-        room = room_for_new_tokens(target, prompt_length, draft.config.block_size)
+        room = room_for_new_tokens(target, prompt_length, draft.config.tokens_per_block)
         if room is not None and room < 1:
             continue
         input_ids = torch.tensor([row["input_ids"][:prompt_length]], device=target.device)
@@ -241,9 +241,11 @@ def generated_acceptance_length(
     return acceptance.acceptance_length
 
 
-def _measured_loop(target: PreTrainedModel) -> str:
+def _measured_loop(target: PreTrainedModel, draft: DFlashDraftModel) -> str:
     """Return the loop of [`generated_acceptance_length`]."""
     config = target.generation_config
+    if draft.candidate_selector is not None or draft.markov_head is not None:
+        return LOOPS[0]
     is_other_text = any(getattr(config, name, None) is not None for name in OTHER_TEXT_IN_BLOCKS)
     return LOOPS[0] if is_other_text else LOOPS[1]
 
@@ -265,7 +267,7 @@ def check_generation(
     inputs = {
         name: torch.ones(1, 1, dtype=torch.long, device=target.device) for name in ("input_ids", "attention_mask")
     }
-    loop = _measured_loop(target)
+    loop = _measured_loop(target, draft)
     kwargs = {"max_new_tokens": PROBE_TOKENS, "min_new_tokens": PROBE_TOKENS, "do_sample": False}
     try:
         generate_timed(target, inputs, draft.eval(), loop=loop, tokenizer=tokenizer, **kwargs)
