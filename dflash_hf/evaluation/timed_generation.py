@@ -172,7 +172,7 @@ def generate_batch(
     """
     check_prompt_ids(target, arguments["input_ids"], arguments.get("tokenizer"))
     # The loop of transformers (5.24) verifies whole blocks, also past the greatest length of the text.
-    block_size = draft.config.block_size if draft is not None and options.get("loop") == "transformers" else 1
+    block_size = draft.config.tokens_per_block if draft is not None and options.get("loop") == "transformers" else 1
     _check_room(target, arguments, block_size)
     (sequences, statistics), seconds = timed(target.device, lambda: run_loop(target, draft, arguments, **options))
     return TimedBatch(sequences, seconds, statistics)
