@@ -220,7 +220,7 @@ def read_journal(path: Path, parse: Callable[[dict[str, Any]], _Entry]) -> list[
             if not isinstance(value, dict):
                 raise ValueError("it is not a JSON object")
             entries.append(parse(value))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {number} is damaged ({error}). Delete that line, and run the same command again; what "
                 "the line contained is computed again."

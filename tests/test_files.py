@@ -96,3 +96,11 @@ def test_digests_are_those_that_folders_of_version_0_1_0_contain():
     assert digest("0 1 abc", 4) == digest(b"0 1 abc", 4) == expected.hex() == "4a63dc8f"
     assert digest_number("0 1 abc", 4) == int.from_bytes(expected, "big")
     assert len(digest("a lone surrogate \ud800")) == 16
+
+
+@pytest.mark.parametrize("brackets", ["[", '{"a":'], ids=["lists", "objects"])
+def test_a_journal_line_that_is_nested_too_deeply_is_named_as_damaged(tmp_path, brackets):
+    path = tmp_path / "newest.jsonl"
+    path.write_text('{"a": 1}\n' + brackets * 100_000 + "\n")
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        read_journal(path, dict)
