@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -256,11 +257,16 @@ def run_isolated(folder: Path, **parts: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture
-def pair_on_disk(tmp_path) -> Path:
+@pytest.fixture(params=["DFlash", "DFlash 2", "DSpark"])
+def pair_on_disk(request, tmp_path) -> Path:
+    kinds: dict[str, dict[str, Any]] = {
+        "DFlash": {},
+        "DFlash 2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "learned_mask_embedding": True},
+        "DSpark": {"sample_from_anchor": True, "markov_rank": 4, "markov_head_type": "rnn", "draft_vocab_size": 40},
+    }
     target = make_target()
     target.save_pretrained(tmp_path / "target")
-    draft = make_draft(target)
+    draft = make_draft(target, **kinds[request.param])
     draft.config.target_name_or_path = "target"
     draft.save_pretrained(tmp_path / "draft")
     return tmp_path

@@ -17,6 +17,7 @@ FIELDS_SET_BY_TIE = (
     "target_name_or_path",
     "target_num_hidden_layers",
     "input_embedding_scale",
+    "selector_embedding_scale",
     "target_tensor_checksums",
 )
 
