@@ -34,6 +34,7 @@ EXPORTED = {
     "reduced vocabulary": {"draft_vocab_size": 65},
     "DSpark, reduced vocabulary": {**DSPARK_KEYS, "sample_from_anchor": True, "draft_vocab_size": 65},
     "sinks": {"attention_sinks": True},
+    "the last layer after the final norm": {"last_layer_after_norm": True},
 }
 
 

@@ -194,7 +194,7 @@ def test_a_measured_text_beyond_the_learned_positions_is_refused_before_the_pref
 @pytest.mark.parametrize(
     ("name", "sizes", "reason"),
     [
-        ("mpt", FAMILIES["mpt"], "Assisted decoding requires a cache"),
+        ("mpt", FAMILIES["mpt"], "position_ids"),
         ("bloom", {"hidden_size": 32, "n_layer": 4, "n_head": 4}, "position_ids"),
         ("openai-gpt", {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": LENGTH}, "no attribute 'cache'"),
     ],

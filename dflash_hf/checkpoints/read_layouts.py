@@ -77,6 +77,7 @@ NESTED_FIELDS = (
     "confidence_head_with_markov",
     "output_multiplier",
     "final_logit_softcapping",
+    "last_layer_after_norm",
 )
 NESTED_LAYER_KEYS = ("causal", "causal_head", "use_swa", "swa_window_size")
 # Keys of other producers that matter in training alone, or that repeat what the other keys say.

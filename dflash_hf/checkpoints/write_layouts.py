@@ -62,10 +62,7 @@ def _kept(config: DFlashConfig, *expressed: str) -> dict[str, Any]:
 
 def _method(config: DFlashConfig) -> dict[str, Any]:
     """Return the fields of the draft's parts that are set, as published files name them."""
-    values = {name: getattr(config, name) for name in PART_FIELDS}
-    values["enable_confidence_head"] = config.enable_confidence_head or None
-    values["confidence_head_with_markov"] = config.confidence_head_with_markov or None
-    values["sample_from_anchor"] = config.sample_from_anchor or None
+    values = {name: getattr(config, name) or None for name in PART_FIELDS}
     if is_dflash2(config):  # The readers' class has both parts. What this draft lacks is written without effect.
         values["conv_kernel_size"], values["conv_group_size"] = (
             (config.conv_kernel_size, config.conv_group_size) if config.conv_kernel_size else (1, config.hidden_size)
