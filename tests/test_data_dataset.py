@@ -511,3 +511,34 @@ def test_the_collator_refuses_rows_that_are_not_prepared(rows, words):
 def test_arguments_of_the_collator_are_checked(arguments):
     with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.* must be"):
         DFlashCollator(**arguments)
+
+
+UNEMBEDDED_ROWS = {
+    "an answer": {"messages": [USER, {"role": "assistant", "content": "It is <|new|>."}]},
+    "a question": {"messages": [{"role": "user", "content": "<|new|>"}, ANSWER]},
+    "a text": {"prompt": "2+2=", "completion": "<|new|>"},
+    "messages as JSON text": {"conversations": json.dumps([USER, {"role": "assistant", "content": "<|new|>"}])},
+}
+
+
+@pytest.mark.parametrize("row", UNEMBEDDED_ROWS.values(), ids=UNEMBEDDED_ROWS)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["data set", "stream"])
+def test_text_of_a_token_without_an_embedding_row_leaves_out_its_row_alone(tokenizer, row, is_stream, caplog):
+    """One such row in a file ended the preparation of all rows."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    settings = {"max_length": 99, "num_embeddings": len(tokenizer) - 1}
+    good = {"messages": [USER, ANSWER]}
+    if is_stream:
+        source = datasets.IterableDataset.from_generator(lambda: iter([row, good]))
+        prepared = list(PreparedStream(source, tokenizer, is_repeated=False, **settings))
+    else:
+        prepared = list(prepare_dataset([row, good], tokenizer, **settings))
+    assert len(prepared) == 1
+    assert max(prepared[0]["input_ids"]) < settings["num_embeddings"]
+    assert "1 with text of a token that the target's embedding has no row for" in caplog.text
+
+
+def test_a_data_set_of_nothing_but_unembedded_text_names_the_token(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    with pytest.raises(ValueError, match=f"row 0: The row contains token {len(tokenizer) - 1}"):
+        prepare_dataset([UNEMBEDDED_ROWS["an answer"]], tokenizer, max_length=99, num_embeddings=len(tokenizer) - 1)

@@ -685,3 +685,16 @@ def test_turns_of_a_prompt_and_a_completion_are_split(monkeypatch):
     for row in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
         prepared = prepare([row], "qwen3", split_turns=True)
         assert (prepared.num_after_split, len(prepared.train)) == (2, 2)
+
+
+def test_text_of_a_token_without_an_embedding_row_is_dropped_with_a_count():
+    """One such row in a file ended the command, and no row was written."""
+    text = target_text()
+    text.tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    text = TargetText(text.tokenizer, text.eos_token_ids, len(text.tokenizer) - 1)
+    rows = as_dataset([chat("a", "A <|new|>."), chat("b"), chat("<|new|>")])
+    prepared = prepare_for_training(rows, text, PreparationSettings())
+    assert texts(prepared.train) == ["It is 4.<|im_end|>"]
+    assert prepared.dropped == {"with text of a token that the target's embedding has no row for": 2}
+    assert [line["row"] for line in prepared.mismatches] == [0, 2]
+    assert all(f"contains token {text.num_embeddings}" in line["reason"] for line in prepared.mismatches)

@@ -284,3 +284,19 @@ def test_trees_are_verified_when_asked_for(tokenizer):
 def test_a_tree_has_more_than_a_block_and_takes_its_place(settings):
     with pytest.raises(ValueError, match=r"more than the 4 slots .* excludes block_size"):
         make_evaluation(make_set(["1+1?"]), **settings)
+
+
+@pytest.mark.parametrize(("batch_sizes", "kept"), [((1,), [0, 2, 3]), ((2,), [0, 2]), ((1, 2), [0, 2])])
+def test_prompts_that_cannot_be_read_leave_whole_batches_of_the_others(tokenizer, batch_sizes, kept):
+    """One such prompt of four made the evaluation end, with the advice to change the limit."""
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|new{index}|>" for index in range(20)]})
+    questions = [["one"], ["<|new19|>"], ["three"], ["four"]]
+    evaluation = make_evaluation(make_set(*questions), tokenizer=tokenizer, batch_sizes=batch_sizes)
+    assert [each.turns[0][0]["content"] for each in evaluation.sets["own"].conversations] == [
+        questions[index][0] for index in kept
+    ]
+    assert len(evaluation.left_out) == 4 - len(kept)
+    assert "Prompt 2 of 'own'" in evaluation.left_out[0]
+    if len(kept) == 2:
+        assert evaluation.left_out[1].endswith("is left out: its batch of 2 has too few other prompts.")
+    assert all(batch.prompts for batch in evaluation.batches)

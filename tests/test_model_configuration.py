@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 from transformers.utils import logging
 
@@ -315,9 +316,10 @@ def test_an_mlp_narrower_than_the_hidden_states_is_widened_with_a_line_that_says
     assert "Pass intermediate_size=" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v4", "qwen4_exp_text"])
+@pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v4", "qwen4_exp_text", "reformer"])
 def test_a_target_of_several_residual_streams_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=r"several residual streams \((altup_num_inputs|hc_mult|hc_count)=4\)"):
+    streams = "(altup_num_inputs=4|hc_mult=4|hc_count=4|the two of its reversible layers)"
+    with pytest.raises(ValueError, match=rf"several residual streams \({streams}\)"):
         DFlashConfig.from_target(CONFIG_MAPPING[name](), mask_token_id=3)
 
 
@@ -326,10 +328,16 @@ UNSUITED = {
     "blt": "has no `hidden_size`",
     "pi0": "has no `hidden_size`",
     **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], "Pass num_attention_heads="),
-    **dict.fromkeys(["deepseek_v4", "gemma3n", "gemma3n_text", "glm5_next"], "several residual streams"),
+    **dict.fromkeys(["deepseek_v4", "gemma3n", "gemma3n_text", "glm5_next", "reformer"], "several residual streams"),
     **dict.fromkeys(["hy_v4", "hy_v4_vl", "qwen4_exp", "qwen4_exp_text"], "several residual streams"),
 }
-FAMILIES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+FAMILIES = sorted(
+    {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    }
+)
 NO_DEFAULTS = {"gemma4_assistant"}  # transformers 5.24 cannot make its default configuration.
 
 

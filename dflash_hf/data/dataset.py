@@ -35,6 +35,7 @@ UNSUPERVISED = "without supervised tokens"
 TOO_LONG = "without supervised tokens within max_length"
 REFUSED = "refused by the chat template"
 UNREADABLE = "without readable messages or texts"
+UNEMBEDDED = "with text of a token that the target's embedding has no row for"
 
 _FEATURES = datasets.Features(
     {
@@ -196,15 +197,16 @@ def prepare_row(
             The draft's mask token. A row that contains it is an error, since the draft reads that token as a slot
             that is still to be predicted.
         num_embeddings (`int`, *optional*):
-            The number of rows of the target's embedding. A token outside them is an error.
+            The number of rows of the target's embedding. A token outside them is an error in `input_ids`, and a reason
+            to drop a row of text.
         description (`str`, defaults to `"train"`):
             The name of the set in messages.
 
     Returns:
         `dict`: `input_ids`, `supervised_mask`, `sample_id`, `drop_reason` (empty if a block can be trained on the
-        row), `is_truncated` (whether the row was longer than `max_length`), `refusal` (why its messages cannot be
-        read or rendered, which is a reason to drop it; empty otherwise) and `ignored_keys` (keys of its messages that
-        the template does not render).
+        row), `is_truncated` (whether the row was longer than `max_length`), `refusal` (why its text cannot be
+        read, rendered or embedded, which is a reason to drop it; empty otherwise) and `ignored_keys` (keys of its
+        messages that the template does not render).
 
     Raises:
         ValueError: The row breaks a rule. The message names the row, its id and the rule.
@@ -215,10 +217,13 @@ def prepare_row(
     try:
         check_sample_id(sample_id)
         _, tokenized, reason, refusal = read_or_drop(
-            row, tokenizer, eos_token_ids=eos_token_ids, chat_template_kwargs=chat_template_kwargs
+            row,
+            tokenizer,
+            eos_token_ids=eos_token_ids,
+            chat_template_kwargs=chat_template_kwargs,
+            num_embeddings=num_embeddings,
         )
         full_ids, full_mask = tokenized.input_ids, tokenized.supervised_mask
-        check_token_ids(full_ids, num_embeddings)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     warn_of_unlearned_text(tokenized, of_keys=False)
@@ -247,20 +252,26 @@ def read_or_drop(
     *,
     eos_token_ids: Sequence[int] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_embeddings: int | None = None,
 ) -> tuple[dict[str, Any], TokenizedRow, str, str]:
     """
-    Tokenise a row, or say why it is dropped: its messages cannot be read, or the chat template refuses them.
+    Tokenise a row, or say why it is dropped.
+
+    A row is dropped if its messages cannot be read, if the chat template refuses them, or if its text has a token that
+    the target cannot read. A tokenizer may have special tokens for which the embedding was never resized.
 
     Args:
         row, tokenizer, eos_token_ids, chat_template_kwargs:
             The arguments of [`read_row`].
+        num_embeddings (`int`, *optional*):
+            The number of rows of the target's embedding.
 
     Returns:
         `tuple[dict, TokenizedRow, str, str]`: The row as [`convert_row`] returns it (empty if it cannot), the same row
         tokenised (empty if it is dropped), the reason to drop it in the words of counts, and the error in full.
 
     Raises:
-        ValueError: The row breaks another rule of [`read_row`].
+        ValueError: The row breaks another rule of [`read_row`], or its `input_ids` are outside the embedding.
     """
     converted: dict[str, Any] = {}
     try:
@@ -271,6 +282,12 @@ def read_or_drop(
     except (ChatTemplateError, UnreadableRowError) as error:
         reason = REFUSED if isinstance(error, ChatTemplateError) else UNREADABLE
         return converted, TokenizedRow([], []), reason, str(error)
+    try:
+        check_token_ids(tokenized.input_ids, num_embeddings)
+    except ValueError as error:
+        if row.get("input_ids") is not None:  # the ids are probably those of another tokenizer, in all rows
+            raise
+        return converted, TokenizedRow([], []), UNEMBEDDED, str(error)
     return converted, tokenized, "", ""
 
 

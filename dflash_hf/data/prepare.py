@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..files import digest_number
 from ..target.loading import TargetText
 from .conversations import CONVERSATION_COLUMNS, UnreadableRowError, parse_template_kwargs
-from .dataset import TOO_LONG, UNSUPERVISED, check_sample_id, check_token_ids, content_id, read_or_drop
+from .dataset import TOO_LONG, UNSUPERVISED, check_sample_id, content_id, read_or_drop
 from .labels import assistant_turns, messages_of, split_turns, unsupervised_turns
 from .prompt_check import PromptMismatch, check_prompt
 from .settings import PreparationSettings
@@ -77,8 +77,8 @@ class PreparedRows:
         chat_template_kwargs (`dict`):
             The template arguments that all rows share. Arguments with different values are left out.
         mismatches (`list[dict]`):
-            The rows that cannot be read, that the template refuses or whose prompt differs from the template's, with
-            the reason.
+            The rows that cannot be read or embedded, that the template refuses or whose prompt differs from the
+            template's, with the reason.
         ignored_keys (`dict[str, int]`):
             The keys of messages that the chat template does not render, and in how many of the kept rows.
     """
@@ -291,9 +291,12 @@ def _convert_row(
     """Tokenise a row, and with `split_turns` make another row for each assistant turn that carries no loss in it."""
     kwargs = settings.chat_template_kwargs
     converted, tokenized, reason, refusal = read_or_drop(
-        row, target.tokenizer, eos_token_ids=target.eos_token_ids, chat_template_kwargs=kwargs
+        row,
+        target.tokenizer,
+        eos_token_ids=target.eos_token_ids,
+        chat_template_kwargs=kwargs,
+        num_embeddings=target.num_embeddings,
     )
-    check_token_ids(tokenized.input_ids, target.num_embeddings)
     given_id = row.get("sample_id")
     if given_id is not None:
         check_sample_id(given_id)

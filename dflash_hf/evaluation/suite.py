@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,8 +67,8 @@ class SuiteEvaluation:
         settings ([`SuiteSettings`]): settings to answer them in.
 
     Attributes:
-        left_out (`list[str]`): prompts that are not answered, because the target's embedding has no row for one of
-            their tokens, each with its reason.
+        left_out (`list[str]`): prompts that are not answered, each with its reason: the target's embedding has no row
+            for one of their tokens, or such prompts left a batch without enough others.
 
     Raises:
         ValueError: the draft does not fit the target, no prompt of a set can be read, the prompts do not fill whole
@@ -256,19 +257,30 @@ class SuiteEvaluation:
         return (None,)
 
     def _readable(self, prompt_set: PromptSet) -> PromptSet:
-        """Return a prompt set without the conversations that have a token which the target cannot read."""
-        kept = []
+        """
+        Return a prompt set without the conversations that have a token which the target cannot read.
+
+        Where these leave the last batch with too few conversations, the rest of that batch is left out, too.
+        """
+        kept, shown = [], []
         for number, conversation in enumerate(prompt_set.conversations):
             responses = [""] * (len(conversation.turns) - 1)
             ids = torch.cat([self._prompt(prompt_set.name, number, responses, each) for each in self.thinking])
+            text = short(conversation.turns[-1][-1]["content"])
+            description = f"Prompt {number + 1} of {prompt_set.name!r}, {text}, is left out: "
             try:
                 check_prompt_ids(self.target, ids, self.tokenizer)
                 kept.append(conversation)
+                shown.append(description)
             except ValueError as error:
-                text = short(conversation.turns[-1][-1]["content"])
-                self.left_out.append(f"Prompt {number + 1} of {prompt_set.name!r}, {text}, is left out: {error}")
+                self.left_out.append(f"{description}{error}")
         if not kept:
-            raise ValueError(f"No prompt of the set {prompt_set.name!r} can be answered. {self.left_out[0]}")
+            raise ValueError(f"No prompt of the set {prompt_set.name!r} can be answered. {self.left_out[-1]}")
+        num_prompts, size = len(prompt_set.conversations), math.lcm(*self.settings.batch_sizes)
+        whole = len(kept) - len(kept) % size
+        if 0 < whole < len(kept) < num_prompts and num_prompts % size == 0:
+            self.left_out += [f"{each}its batch of {size} has too few other prompts." for each in shown[whole:]]
+            kept = kept[:whole]
         return replace(prompt_set, conversations=tuple(kept))
 
     def _check_block_size(self) -> None:

@@ -1037,7 +1037,7 @@ def num_embedding_rows(embedding: Any) -> int | None:
 
 def residual_streams(text_config: PreTrainedConfig) -> str | None:
     """
-    Return name and number of the residual streams of a target with several of them, and `None` for any other target.
+    Describe the residual streams of a target with several of them; return `None` for any other target.
 
     Args:
         text_config (`PreTrainedConfig`): The target's text configuration.
@@ -1046,6 +1046,8 @@ def residual_streams(text_config: PreTrainedConfig) -> str | None:
         count = getattr(text_config, name, None)
         if isinstance(count, int) and count > 1:
             return f"{name}={count}"
+    if text_config.model_type == "reformer":  # whose head takes both, twice as wide as a hidden state
+        return "the two of its reversible layers"
     return None
 
 
