@@ -19,6 +19,7 @@ from foreign_checkpoints import (
     write_producer,
 )
 from safetensors.torch import load_file, save_file
+from tiers import thinned
 from torch import nn
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, save_in_layout
@@ -254,7 +255,9 @@ def test_a_head_that_is_not_the_targets_rows_is_refused(target, tmp_path):
         DFlashDraftModel.from_pretrained(folder, target=target)
 
 
-@pytest.mark.parametrize("producer", [name for name in PRODUCERS if name not in ("muse", "TorchSpec")])
+@pytest.mark.parametrize(
+    "producer", thinned([name for name in PRODUCERS if name not in ("muse", "TorchSpec")], "z-lab, all nested")
+)
 @pytest.mark.parametrize(
     "part",
     [

@@ -13,6 +13,7 @@ from chat_pairs import PROMPTS, make_pair, prompt_lengths
 from conftest import error_line, make_draft, make_tokenizer
 from test_evaluation_suite import make_evaluation, make_set
 from test_regeneration_local import END, PAD, completions_of, make_chat_target, make_requests
+from tiers import thinned
 from transformers import AutoModelForCausalLM, PreTrainedModel, WatermarkingConfig
 
 from dflash_hf import DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments, speculative_generate
@@ -131,7 +132,7 @@ WRITERS: dict[str, Write] = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", thinned(WRITERS, "function", "regeneration"))
 def test_an_entry_of_the_generation_config_gives_plains_text(kind, entry):
     target = make_asking_target(entry, ENTRIES[entry])
     plain = plain_text(target)
@@ -160,7 +161,7 @@ def test_a_command_that_decodes_one_response_leaves_beams_and_copies_out(kind, n
     assert WRITERS[kind](target, draft) == free
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", thinned(ENTRIES, "stop_strings", "repetition_penalty", "use_cache"))
 def test_the_generated_acceptance_length_is_measured_with_every_entry(entry):
     target = make_asking_target(entry, ENTRIES[entry])
     draft, tokenizer, inputs = make_draft(target, mask_token_id=271), make_tokenizer(), prompt_of(target)

@@ -9,7 +9,8 @@ import reference
 import torch
 from conftest import make_draft, make_target
 from decoding_pairs import make_family, ragged_prompts
-from test_model_heads import KINDS
+from test_model_heads import FAST_KINDS, KINDS
+from tiers import thinned
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
@@ -72,7 +73,7 @@ def walk(draft, target, hidden_states: torch.Tensor, anchor: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, *FAST_KINDS))
 def test_greedy_text_is_that_of_plain_generation_and_passes_are_those_of_the_reference(kind):
     target = make_target()
     draft = make_kind(target, kind)
@@ -122,7 +123,7 @@ def test_a_block_is_drafted_as_loops_over_the_weights_choose_it(kind, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["DFlash 2", "selector with tables", "vanilla", "gated", "rnn", "anchor", "sinks"])
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", thinned([1, 3], 3))
 def test_trees_follow_the_scores_after_each_node(kind, num_sequences, monkeypatch):
     target = make_target()
     draft = make_kind(target, kind, **({"selector_top_k": 16} if "elector" in kind or "2" in kind else {}))

@@ -11,6 +11,7 @@ import torch
 from conftest import make_draft, make_tokenizer
 from decoding_pairs import make_family, make_guessing_draft, make_target, ragged_prompts
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from tiers import thinned
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf.decoding.generate import dflash_decoding, speculative_generate
@@ -72,7 +73,7 @@ def in_second_thread(function) -> Any:
     return results[0]
 
 
-@pytest.mark.parametrize("where", ["callback", "thread", "criterion"])
+@pytest.mark.parametrize("where", thinned(["callback", "thread", "criterion"], "thread"))
 @pytest.mark.parametrize("how", [{}, {"tree_size": 9}], ids=["chain", "tree"])
 def test_a_batch_decoded_inside_another_call_equals_one_alone(where, how):
     target, draft, _, _ = pair_with_end(1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import xgrammar
 from decoding_pairs import count_near_ties, make_family, make_guessing_draft, make_target, ragged_prompts
+from tiers import thinned
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LogitsProcessor,
@@ -106,7 +107,7 @@ def trie_texts(texts: torch.Tensor, length: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("how", HOW, ids=["chain", "tree"])
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", thinned([1, 3], 3))
 @pytest.mark.parametrize("kind", [Counter, Automaton, MovingAverage, "trie", "together"])
 def test_processors_with_a_state_see_the_texts_of_plain_generation(kind, num_sequences, how):
     target = make_target()
@@ -135,7 +136,7 @@ def test_processors_with_a_state_see_the_texts_of_plain_generation(kind, num_seq
 
 
 @pytest.mark.parametrize("how", HOW, ids=["chain", "tree"])
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", thinned([1, 3], 3))
 def test_the_calls_of_processors_and_criteria_are_those_of_plain_generation(num_sequences, how):
     events: list[tuple] = []
 
@@ -173,7 +174,7 @@ def test_the_calls_of_processors_and_criteria_are_those_of_plain_generation(num_
     assert any(event[0] == "processor" for event in events)
 
 
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", thinned([1, 3], 3))
 def test_a_criterion_that_reads_scores_gets_those_of_plain_generation(num_sequences):
     target = make_target()
     draft = make_guessing_draft(target)
@@ -217,7 +218,7 @@ def test_a_criterion_without_scores_gets_none_as_in_plain_generation():
 
 
 @pytest.mark.parametrize("how", HOW, ids=["chain", "tree"])
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", thinned([1, 3], 3))
 @pytest.mark.parametrize(
     "settings",
     [
@@ -242,7 +243,7 @@ def test_processors_of_the_generation_config_give_the_text_of_plain_generation(s
     assert torch.equal(drafted.sequences, plain)
 
 
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", thinned([1, 3], 3))
 def test_recurrent_targets_take_processors_with_a_state(num_sequences):
     target = make_family("qwen3_5")
     draft = make_guessing_draft(target)
@@ -256,7 +257,7 @@ def test_recurrent_targets_take_processors_with_a_state(num_sequences):
 
 
 @pytest.mark.parametrize("proposal", ["argmax", "sample"])
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", thinned([1, 3], 3))
 def test_sampling_shows_a_processor_with_a_state_only_texts_that_it_allowed(num_sequences, proposal):
     target = make_target()
     draft = make_guessing_draft(target)
@@ -300,7 +301,7 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("how", HOW, ids=["chain", "tree"])
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", thinned([1, 3], 3))
 def test_the_processor_of_xgrammar_gives_the_text_of_plain_generation(bpe_tokenizer, num_sequences, how):
     vocabulary = len(bpe_tokenizer)
     target = make_target(vocab_size=vocabulary + 5)

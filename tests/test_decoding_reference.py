@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import make_draft
 from decoding_pairs import make_family, make_guessing_draft, make_target
+from tiers import thinned
 
 from dflash_hf.decoding import reference as module_under_test
 from dflash_hf.decoding.generate import speculative_generate
@@ -35,7 +36,7 @@ def plain_text(target, prompt: torch.Tensor, **settings) -> torch.Tensor:
     return target.generate(prompt, attention_mask=torch.ones_like(prompt), **{**GREEDY, **settings})
 
 
-@pytest.mark.parametrize("block_size", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("block_size", thinned([None, 1, 2, 3, 4], None, 2))
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_fast_loop_commits_the_tokens_of_the_reference_in_the_same_passes(prompt, block_size):
     """A draft that is sometimes wrong, so that passes accept nothing, a part, and everything."""

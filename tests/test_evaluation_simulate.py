@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from conftest import make_draft, make_target
+from tiers import thinned
 from training_runs import make_trainer, rows_of
 
 from dflash_hf.blocks.batch import TokenBatch
@@ -215,7 +216,7 @@ def short_answers(target, draft) -> tuple[list[dict], list[list[int]]]:
     return rows, committed
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("block_size", thinned([8, 16], 8))
 @pytest.mark.parametrize(
     "layers", [{}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16, "is_causal": False}]
 )

@@ -14,6 +14,7 @@ from conftest import make_draft, make_target
 from hub_stand_in import HubStandIn, Repository
 from huggingface_hub import ModelCard
 from safetensors.torch import load
+from tiers import thinned
 from training_runs import make_trainer
 
 from dflash_hf import DFlashDraftModel, save_in_layout
@@ -482,7 +483,7 @@ def train_and_push(hub, tmp_path, strategy: str, **overrides):
     return trainer, hub.repositories["org/trained"]
 
 
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints", "end"])
+@pytest.mark.parametrize("strategy", thinned(["every_save", "checkpoint", "all_checkpoints", "end"], "checkpoint"))
 def test_the_trainer_pushes_the_draft_and_its_card_and_no_pickle(hub, tmp_path, strategy, caplog):
     trainer, repository = train_and_push(hub, tmp_path, strategy, hub_always_push=True)
     assert (tmp_path / "out" / "checkpoint-4" / "optimizer.pt").is_file()

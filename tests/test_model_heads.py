@@ -42,6 +42,7 @@ KINDS = {
     "sinks": {"attention_sinks": True},
     "causal": {"is_causal": True, "conv_kernel_size": 3, "conv_group_size": 4},
 }  # fmt: skip
+FAST_KINDS = ("DFlash 2", "DSpark", "rnn", "reduced vocabulary with a Markov head")  # have each part once
 
 
 def tiny_config(**values):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_draft, make_target
+from tiers import thinned
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -39,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=thinned(KINDS, "DSpark"))
 def remote(request, tmp_path: Path):
     """A draft whose class comes from the source files beside its weights, and the same draft of this package."""
     target = make_target()

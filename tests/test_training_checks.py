@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import TextProcessor, make_draft, make_target
 from safetensors.torch import load_file, save_file
+from tiers import thinned
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from training_runs import RecordElapsed, StopAt, make_trainer, rows_of, weights
@@ -212,7 +213,7 @@ def test_checkpoints_of_a_run_without_record_or_clock_are_resumed_and_then_have_
     assert state["stateful_callbacks"]["TrainingClock"]["attributes"]["elapsed_s"] > 0
 
 
-@pytest.mark.parametrize("use_muon", [False, True])
+@pytest.mark.parametrize("use_muon", thinned([False, True], False))
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

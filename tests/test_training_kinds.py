@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import make_draft, make_target
 from test_decoding_kinds import make_kind
-from test_model_heads import KINDS
+from test_model_heads import FAST_KINDS, KINDS
+from tiers import thinned
 from torch.nn import functional
 from training_runs import make_trainer, rows_of
 
@@ -120,7 +121,7 @@ def losses_by_hand(target, draft, plan, batch, terms):
 
 
 @pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, *FAST_KINDS))
 def test_losses_and_gradients_equal_blocks_served_one_by_one(kind, terms):
     target = make_target()
     draft = make_kind(target, kind, strength=0.5)
@@ -192,7 +193,7 @@ def test_labels_positions_and_teachers_of_slots_are_those_of_the_table():
         assert torch.equal(getattr(plans[True], name), getattr(plans[False], name))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, *FAST_KINDS))
 def test_simulated_decoding_equals_generate_pass_by_pass(kind):
     target = make_target()
     draft = make_kind(target, kind)
