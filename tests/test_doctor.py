@@ -220,7 +220,7 @@ BREAKS: dict[str, tuple[Callable[..., Any], str, str]] = {
         in_config(target_layer_ids=[4, 0, 2]), "layer order", "Set target_layer_ids to [0, 2, 4]"
     ),
     "the last layer of the target": (in_config(target_layer_ids=[0, 2, 7]), "draft files", "dflash-hf convert --set"),
-    "slots trained one ahead": (trained_on_next_slots, "slot layout", "Correct sample_from_anchor in the configuration"),
+    "slots trained one ahead": (trained_on_next_slots, "slot layout", "Correct sample_from_anchor in"),
     "another mask token": (in_config(mask_token_id=65), "mask token id", "Set mask_token_id to 261"),
     "a mask token outside the embedding": (in_config(mask_token_id=999), "draft files", "dflash-hf convert --set"),
     "another rotary embedding": (
