@@ -430,3 +430,18 @@ def test_arguments_out_of_range_are_named(monkeypatch):
 def test_a_password_in_the_address_is_not_shown():
     backend = ServerBackend("http://user:hidden@host:8000", "tiny", SamplingParameters())
     assert backend.shown_url == "http://host:8000/v1"
+
+
+def test_token_ids_are_continued_by_raw_completions_with_the_stop_strings():
+    def answer(body: dict) -> dict:
+        choice = {"index": 0, "text": f"after {body['prompt']}", "finish_reason": "stop", "token_ids": [7, 8]}
+        return {"id": "1", "object": "text_completion", "created": 0, "model": "tiny", "choices": [choice]}
+
+    requests = [TurnRequest(str(number), [], prompt_ids=[5, number]) for number in range(6)]
+    with FaultyServer(lambda number, body: "500" if number < 2 else None, answer=answer) as server:
+        found = completions_of(backend_of(server, stop_strings=["<|im_end|>"]), requests)
+    assert [found[str(number)].message["content"] for number in range(6)] == [f"after [5, {n}]" for n in range(6)]
+    assert found["0"].token_ids == [7, 8]
+    assert all(call.body["stop"] == ["<|im_end|>"] and "messages" not in call.body for call in server.calls)
+    assert len({call.body["seed"] for call in server.calls}) == 6
+    assert len(server.calls) == 8

@@ -26,7 +26,9 @@ from .doctor import doctor
 from .eval import evaluate
 from .generate import generate
 from .inspect import inspect
+from .make import make
 from .prepare import prepare
+from .prompts import prompts
 from .push import push
 from .regenerate import regenerate
 from .train import TrainCommand, train
@@ -39,10 +41,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(cls=Command)(demo)
+app.command(cls=Command)(make)
 app.command(cls=TrainCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
 app.command("eval", cls=Command)(evaluate)
+app.command(cls=Command)(prompts)
 app.command(cls=Command)(regenerate)
 app.command(cls=Command)(prepare)
 app.command(cls=Command)(inspect)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import datasets
 
     from ..training.arguments import DFlashTrainingArguments
+    from ..training.trainer import DFlashTrainer
 
 
 USAGE = "dflash-hf train [FILE.yaml] --target T --dataset D [--name value …]"
@@ -196,22 +197,31 @@ def split_rows(
     return rows.select(range(first)), rows.select(range(first, len(rows)))
 
 
-def train(context: typer.Context) -> None:
-    """Train a draft: `dflash-hf train [FILE.yaml] --target T --dataset D …` ."""
+def make_trainer(pair: DraftAndDataArguments, args: DFlashTrainingArguments) -> DFlashTrainer:
+    """
+    Load target, draft and rows, and make the trainer.
+
+    Args:
+        pair ([`DraftAndDataArguments`]): names target, draft and rows.
+        args ([`DFlashTrainingArguments`]): of the trainer.
+
+    Returns:
+        [`DFlashTrainer`]
+
+    Raises:
+        ValueError: no target or no rows are named, or two of them do not fit together.
+        OSError: one of them cannot be read.
+    """
     from transformers import set_seed
 
     from ..data.loading import load_rows
     from ..data.prepare import common_template_kwargs
     from ..data.prepared_folder import check_prepared, read_report
     from ..model.modeling_dflash import DFlashDraftModel
-    from ..provenance import hub_id_or_folder
     from ..regeneration.run import are_completions_of
     from ..target.loading import load_target
     from ..training.trainer import DFlashTrainer
-    from .training_run import describe_acceptance, run_training
 
-    pair, args = parse_arguments(context.args)
-    console = Console(quiet=args.process_index > 0)  # only the first process prints
     if pair.target is None or pair.dataset is None:
         raise ValueError("dflash-hf train needs --target and --dataset (or a file that names them).")
     rows = load_rows(pair.dataset, pair.dataset_config, pair.dataset_split)
@@ -244,14 +254,24 @@ def train(context: typer.Context) -> None:
         args.answers_by_target = are_completions_of(rows, pair.target, tokenizer)
     if args.dataset_description is None:
         args.dataset_description = describe_rows(pair)
-    trainer = DFlashTrainer(
+    return DFlashTrainer(
         model=draft, target=target, args=args, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer
     )
+
+
+def train(context: typer.Context) -> None:
+    """Train a draft: `dflash-hf train [FILE.yaml] --target T --dataset D …` ."""
+    from ..provenance import hub_id_or_folder
+    from .training_run import describe_acceptance, run_training
+
+    pair, args = parse_arguments(context.args)
+    console = Console(quiet=args.process_index > 0)  # only the first process prints
+    trainer = make_trainer(pair, args)
     if not run_training(trainer, console, resume=pair.resume):
         raise typer.Exit(130)
     trainer.save_model()
     console.print(f"Draft saved in {args.output_dir}.")
-    if eval_rows is not None:
+    if trainer.eval_dataset is not None:
         console.print(f"Held-out rows: {describe_acceptance(trainer.evaluate())}.")
     trainer.save_state()
     trainer.create_model_card(dataset_tags=hub_id_or_folder(pair.dataset)[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,8 @@ class LocalBackend:
             Whether the next prompt takes the place of a completion as soon as that ends. False decodes batches by
             `target.generate`, each of which takes as long as its longest completion. By default True for targets
             whose layers all have full or sliding-window attention, with the SDPA or eager implementation.
+        stop_strings (`Sequence[str]`, defaults to none):
+            Strings that end a completion, beside those of the target's generation config.
 
     Raises:
         ValueError: the batch size is not positive; the tokenizer has no chat template; the target is wrapped in prompt
@@ -156,6 +158,7 @@ class LocalBackend:
         *,
         batch_size: int = BATCH_SIZE,
         continuous_batching: bool | None = None,
+        stop_strings: Sequence[str] = (),
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1. Pass a larger number.")
@@ -166,7 +169,7 @@ class LocalBackend:
             )
         target = unwrap_peft(target)
         self.target, self.tokenizer, self.sampling, self.batch_size = target, tokenizer, sampling, batch_size
-        self.selection = TokenSelection(target, tokenizer, sampling)
+        self.selection = TokenSelection(target, tokenizer, sampling, stop_strings)
         obstacle = continuous_batching_obstacle(target, self.selection)
         if continuous_batching and obstacle:
             raise ValueError(
@@ -217,9 +220,8 @@ class LocalBackend:
 
     def _prompt(self, request: TurnRequest) -> Prompt | Failure:
         try:
-            ids = ChatRenderer(self.tokenizer, request.tools, request.chat_template_kwargs).prompt_ids(
-                request.messages
-            )
+            renderer = ChatRenderer(self.tokenizer, request.tools, request.chat_template_kwargs)
+            ids = renderer.prompt_ids(request.messages) if request.prompt_ids is None else request.prompt_ids
         except ChatTemplateError as error:
             return Failure(str(error))
         try:

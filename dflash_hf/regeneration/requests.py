@@ -61,6 +61,7 @@ class TurnRequest:
         turn (`int`, defaults to 0): the index of the assistant turn within its conversation.
         tools (`list[dict]`, *optional*): passed to the chat template.
         chat_template_kwargs (`Mapping`): passed to the chat template.
+        prompt_ids (`list[int]`, *optional*): the tokens to continue, instead of the rendered messages.
     """
 
     conversation_id: str
@@ -68,6 +69,7 @@ class TurnRequest:
     turn: int = 0
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt_ids: list[int] | None = None
 
     def seed(self, seed: int) -> int:
         """

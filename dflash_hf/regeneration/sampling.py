@@ -79,6 +79,8 @@ class TokenSelection:
         target (`PreTrainedModel`): its generation config is read once, here.
         tokenizer (`PreTrainedTokenizerBase`): supplies the end and padding tokens that the target does not define.
         sampling ([`SamplingParameters`]): of the run.
+        stop_strings (`Sequence[str]`, defaults to none): strings that end a completion, beside those of the generation
+            config.
 
     Attributes:
         generate_kwargs (`dict`): arguments of `target.generate` for these sampling parameters.
@@ -96,14 +98,19 @@ class TokenSelection:
     """
 
     def __init__(
-        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParameters
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParameters,
+        stop_strings: Sequence[str] = (),
     ) -> None:
         self.target = target
         config: Any = target.generation_config
         check_token_healing(config.token_healing)
         self.stop_strings: StopStringCriteria | None = None
-        if config.stop_strings:
-            self.stop_strings = StopStringCriteria(text_tokenizer(tokenizer), config.stop_strings)
+        own = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or []
+        if strings := [*own, *stop_strings]:
+            self.stop_strings = StopStringCriteria(text_tokenizer(tokenizer), strings)
         # The batchers look for stop strings themselves, because a batch has padding that has a text, too.
         self.generate_kwargs: dict[str, Any] = {**ONE_RESPONSE, "stop_strings": None}
         del self.generate_kwargs["num_beams"]  # own sampling may not replace beams silently

@@ -19,7 +19,7 @@ import os
 import queue
 import random
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, cast
@@ -85,6 +85,8 @@ class ServerBackend:
             The maximum number of tries that start in a minute, spread evenly.
         api_key (`str`, *optional*):
             None uses `OPENAI_API_KEY`, or a placeholder for servers without keys.
+        stop_strings (`Sequence[str]`, defaults to none):
+            Strings that end a completion; the server leaves them out.
 
     Attributes:
         retried (`Counter`): the number of retries by reason.
@@ -106,6 +108,7 @@ class ServerBackend:
         first_wait_s: float = 0.5,
         requests_per_minute: float | None = None,
         api_key: str | None = None,
+        stop_strings: Sequence[str] = (),
     ) -> None:
         try:
             import openai
@@ -126,6 +129,7 @@ class ServerBackend:
         self.url, self.model, self.sampling = server_root(url), model, sampling
         self.concurrency, self.timeout_s = concurrency, timeout_s
         self.max_retries, self.first_wait_s = max_retries, first_wait_s
+        self.stop_strings = stop_strings
         self.retried: Counter[str] = Counter()
         self._key = api_key or os.environ.get("OPENAI_API_KEY") or "none"
         self._rate_limiter = RateLimiter(60 / requests_per_minute if requests_per_minute else 0.0)
@@ -264,12 +268,13 @@ class ServerBackend:
         return completion
 
     async def _post(self, client: Any, request: TurnRequest, *, with_token_ids: bool) -> Completion:
-        body = request_body(request, self.sampling, with_token_ids=with_token_ids)
+        body = request_body(request, self.sampling, with_token_ids=with_token_ids, stop_strings=self.stop_strings)
         try:
             json.dumps(body, allow_nan=False)  # the client of openai would raise the same errors
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the request cannot be written as JSON ({error})", is_transient=False) from error
-        create = client.chat.completions.with_raw_response.create
+        completions = client.chat.completions if request.prompt_ids is None else client.completions
+        create = completions.with_raw_response.create
         return read_completion((await self._call(create, self.timeout_s, model=self.model, **body)).text)
 
     async def _call(self, method: Any, timeout_s: float, **arguments: Any) -> Any:

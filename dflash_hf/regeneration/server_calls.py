@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -88,27 +88,36 @@ def retry_after_s(headers: Any) -> float | None:
     return min(max(pause_s, 0.0), MAX_PAUSE_S) if pause_s == pause_s else None
 
 
-def request_body(request: TurnRequest, sampling: SamplingParameters, *, with_token_ids: bool) -> dict[str, Any]:
+def request_body(
+    request: TurnRequest, sampling: SamplingParameters, *, with_token_ids: bool, stop_strings: Sequence[str] = ()
+) -> dict[str, Any]:
     """
     Make the arguments of `chat.completions.create` for one completion, without the model.
+
+    Those for a request with `prompt_ids` are arguments of `completions.create`.
 
     Args:
         request ([`TurnRequest`]): what is requested.
         sampling ([`SamplingParameters`]): parameters that are None are left out, so that the server's defaults apply.
+        stop_strings (`Sequence[str]`, defaults to none): strings that end the completion.
         with_token_ids (`bool`): whether to ask for the ids of prompt and completion (`return_token_ids` of vLLM and
             SGLang).
 
     Returns:
         `dict`: `extra_body` contains what OpenAI's own interface does not have.
     """
-    body: dict[str, Any] = {"messages": request.messages, "max_tokens": sampling.max_new_tokens}
+    is_raw = request.prompt_ids is not None
+    body: dict[str, Any] = {"prompt": request.prompt_ids} if is_raw else {"messages": request.messages}
+    body["max_tokens"] = sampling.max_new_tokens
+    if stop_strings:
+        body["stop"] = list(stop_strings)
     chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "tools": request.tools}
     body.update((name, value) for name, value in chosen.items() if value is not None)
     body["seed"] = request.seed(sampling.seed)
     extra: dict[str, Any] = {}
     if sampling.top_k is not None:
         extra["top_k"] = sampling.top_k or -1  # no limit is 0 or -1 for vLLM, and only -1 for SGLang
-    if request.chat_template_kwargs:
+    if request.chat_template_kwargs and not is_raw:
         extra["chat_template_kwargs"] = dict(request.chat_template_kwargs)
     if with_token_ids:
         extra["return_token_ids"] = True
@@ -117,7 +126,7 @@ def request_body(request: TurnRequest, sampling: SamplingParameters, *, with_tok
 
 def read_completion(text: str) -> Completion:
     """
-    Read the body of a chat completion.
+    Read the body of a chat completion, or of a raw one.
 
     Args:
         text (`str`): JSON as the server sent it.
@@ -144,8 +153,11 @@ def read_completion(text: str) -> Completion:
     if finish_reason not in ("stop", "tool_calls", "length"):
         # A content filter refuses the same prompt again; "abort" and others may be a temporary fault of the server.
         raise RequestError(f"finish_reason={finish_reason!r}", is_transient=finish_reason != "content_filter")
+    message = choice.get("message")
+    if message is None and isinstance(choice.get("text"), str):  # of a raw completion
+        message = {"content": choice["text"]}
     return Completion(
-        message=_read_message(choice.get("message")),
+        message=_read_message(message),
         finish_reason="length" if finish_reason == "length" else "stop",
         prompt_ids=_ids(response.get("prompt_token_ids")) or _ids(choice.get("prompt_token_ids")),
         token_ids=_ids(choice.get("token_ids")),
