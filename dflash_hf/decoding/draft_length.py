@@ -16,11 +16,12 @@ NUM_NEEDED_TIMES = 2
 # with these exponents; the ratio to the estimate is limited to the last value.
 MACHINE_SHARE, OWN_SHARE, LARGEST_SURPRISE = 0.4, 0.1, 1.5
 DECAY = 0.95  # factor on the weight of a measured pass with every later pass
-PRIOR_RATE, PRIOR_WEIGHT = 0.5, 4.0  # acceptance of a slot before any measurement, and how many passes it counts as
+PRIOR_RATE, PRIOR_WEIGHT = 0.5, 2.0  # acceptance of a slot before any measurement, and how many passes it counts as
 # Tokens that a tree commits relative to the whole chain before any measurement, and how many tokens that counts as.
 PRIOR_TREE_GAIN, PRIOR_TREE_TOKENS = 1.1, 32.0
-# Passes after which another number is measured again, and the least rate, relative to the best, that qualifies.
-REMEASURE_AFTER, REMEASURE_FROM = 8, 0.8
+# Passes after which another number is measured again, at first and at most, and the least rate, relative to the best,
+# that qualifies.
+REMEASURE_AFTER, REMEASURE_FROM = (8, 64), 0.8
 PROBE_AFTER = (4, 32)  # plain passes after which a draft is tried again: at first, and at most
 LARGEST_TREE_PASS = 64  # tokens of all sequences together
 
@@ -235,7 +236,8 @@ class AdaptiveDraftLength(DraftLengthScheduler):
         self.acceptance = AcceptanceModel(block_size, self.tree_sizes)
         self.last_pass = dict.fromkeys([*range(1, block_size + 1), *self.tree_sizes], 0)
         self.num_passes, self.num_drafted_passes = 0, 0
-        self.passes_since_trial, self.probe_after = 0, PROBE_AFTER[0]
+        self.passes_since_trial, self.probe_after, self.remeasure_after = 0, PROBE_AFTER[0], REMEASURE_AFTER[0]
+        self.best = block_size
         self.started = 0.0
 
     def choose(self, num_sequences: int) -> int:
@@ -250,14 +252,17 @@ class AdaptiveDraftLength(DraftLengthScheduler):
         rates = {tokens: expected[tokens] / seconds[tokens] for tokens in options}
         best, *others = sorted(options, key=lambda tokens: -rates[tokens])
         self.passes_since_trial += 1
+        if best != self.best:
+            self.best, self.remeasure_after = best, REMEASURE_AFTER[0]
         if best == 1 and self.passes_since_trial > self.probe_after:
             self.passes_since_trial = 0
             self.probe_after = min(2 * self.probe_after, PROBE_AFTER[1])
             return others[0]
         if best > 1:
             self.probe_after = PROBE_AFTER[0]
-            if self.passes_since_trial > REMEASURE_AFTER:
+            if self.passes_since_trial > self.remeasure_after:
                 self.passes_since_trial = 0
+                self.remeasure_after = min(2 * self.remeasure_after, REMEASURE_AFTER[1])
                 near = [tokens for tokens in others if tokens == 1 or rates[tokens] > REMEASURE_FROM * rates[best]]
                 return min(near, key=lambda tokens: self.last_pass[tokens], default=best)
         return best
