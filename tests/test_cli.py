@@ -245,7 +245,7 @@ def test_no_help_text_imports_torch():
     assert result.returncode == 0, result.stderr
     shown = [line for line in result.stdout.splitlines() if line.startswith("shown:")]
     assert {"shown:", "shown: train", "shown: demo", "shown: bench decode", "shown: doctor"} <= set(shown)
-    assert len(shown) == 20  # the list, its 14 commands, and the 3 of `bench`
+    assert len(shown) == 20  # the list, its 16 commands, and the 3 of `bench`
 
 
 @pytest.mark.parametrize(
